@@ -1,1 +1,3 @@
+//! Paddock: GitHub Actions runners for Kubernetes.
 
+pub mod api;

@@ -1,0 +1,65 @@
+//! The API, `paddock.dev/v1alpha1`: the three kinds, and every name that users, instances and other programs rely on.
+//!
+//! The API server does the checking: ranges, patterns and CEL rules are part of the schemas. Unknown fields are refused
+//! under strict field validation, which `kubectl` asks for by default, and pruned otherwise.
+
+pub mod board;
+pub mod claim;
+pub mod common;
+pub mod ec2;
+mod generate;
+pub mod pool;
+pub mod worker;
+
+pub use board::{BoardGitHub, BoardPool, BoardTimeouts, EphemeralStorage, LabelOverride};
+pub use claim::{
+    ClaimPhase, ClaimReason, ClaimWorker, FleetOrder, Job, PhaseTimes, RunnerClaim, RunnerClaimSpec, RunnerClaimStatus,
+    WorkerSource,
+};
+pub use common::{
+    Duration, Owner, OwnerType, READY, Runner, SecretRef, UsageClass, clip, ready_condition, set_condition,
+};
+pub use ec2::{Agent, Ec2Defaults, Ec2GitHub, Ec2Pool, Ec2Timeouts, Fallback, Lifetimes, ResourceClass, Reuse};
+pub use generate::{crds, crds_yaml};
+pub use pool::{
+    Hardware, LaunchTemplate, PoolKind, PoolReason, Queue, RunnerPool, RunnerPoolSpec, RunnerPoolStatus, Slots,
+    WorkerCounts,
+};
+pub use worker::{
+    BoardWorker, ContainerEnd, Ec2Worker, FAILURE_MESSAGE_MAX, Failure, FailureReason, Heartbeat, HeartbeatState,
+    Instance, LOG_TAIL_MAX, PodEvent, PodPlace, Worker, WorkerSpec, WorkerState, WorkerStatus,
+};
+
+pub const GROUP: &str = "paddock.dev";
+pub const VERSION: &str = "v1alpha1";
+
+/// The operator's name wherever Kubernetes asks who writes: field manager, event source.
+pub const FIELD_MANAGER: &str = "paddock";
+/// Keeps an object until the operator has given back what it stands for.
+pub const FINALIZER: &str = "paddock.dev/release";
+
+/// Labels of workers, pods and Secrets that the operator makes.
+pub const LABEL_POOL: &str = "paddock.dev/pool";
+pub const LABEL_CLAIM: &str = "paddock.dev/claim";
+pub const LABEL_ENTITY: &str = "paddock.dev/entity";
+
+/// Tags of EC2 instances.
+pub const TAG_CLUSTER: &str = "paddock:cluster";
+pub const TAG_POOL: &str = "paddock:pool";
+pub const TAG_CLAIM: &str = "paddock:claim";
+/// The run that an instance was created for; its agent reads it before there is a record.
+pub const TAG_INITIAL_RUN_ID: &str = "InitialRunId";
+
+/// The label of nodes and pods that names the board.
+pub const LABEL_BOARD: &str = "riseproject.dev/board";
+/// The label that every runner pod has, with [`APP`].
+pub const LABEL_APP: &str = "app";
+pub const APP: &str = "rise-riscv-runner";
+/// The extended resource that counts a board's slots, unless the pool says otherwise.
+pub const RUNNER_RESOURCE: &str = "riseproject.com/runner";
+
+/// Keys of the Secret that `credentialsRef` names, as users of ARC have them.
+pub const SECRET_APP_ID: &str = "github_app_id";
+pub const SECRET_APP_PRIVATE_KEY: &str = "github_app_private_key";
+pub const SECRET_APP_INSTALLATION_ID: &str = "github_app_installation_id";
+pub const SECRET_TOKEN: &str = "github_token";
