@@ -109,7 +109,7 @@ pub struct LabelOverride {
     #[schemars(length(max = 100), regex(pattern = pattern::REPOSITORY))]
     pub repository: Option<String>,
     /// The exact `runs-on` label sets, as in the pool's own `labels`.
-    #[schemars(schema_with = "label_sets_schema", length(min = 1))]
+    #[schemars(schema_with = "label_sets_schema", length(min = 1, max = 8))]
     pub labels: Vec<Vec<String>>,
 }
 

@@ -8,7 +8,6 @@ use serde::{Deserialize, Serialize};
 use super::{
     common::{
         Duration, Owner, Runner, UsageClass, conditions_schema, instance_types_schema, label_set_schema, pattern,
-        reasons,
     },
     worker::WorkerState,
 };
@@ -81,7 +80,7 @@ pub struct RunnerClaimSpec {
     pub resource_class: Option<String>,
 
     /// Instance types that will do, `*` standing for any text (`c7*`); left out: the pool's default.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "instance_types_schema")]
     pub allowed_instance_types: Option<Vec<String>>,
 
@@ -100,7 +99,7 @@ pub struct RunnerClaimSpec {
     pub max_runtime: Option<Duration>,
 
     /// The `runs-on` labels of the job. A board pool that lists exactly this set, in any order and case, serves it.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "label_set_schema")]
     pub labels: Option<Vec<String>>,
 
@@ -164,7 +163,8 @@ pub struct Job {
     pub name: Option<String>,
 }
 
-/// How far a claim is.
+/// How far the claim is: `Pending` (waits), `Claiming` (takes idle machines), `Creating` (makes new ones), `Validating`
+/// (waits for their signals), `Ready`, `Releasing` (gives everything back), `Completed`; or `Failed`, holding nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
 pub enum ClaimPhase {
     /// Nothing is held yet; the `Ready` condition says what it waits for.
@@ -377,59 +377,5 @@ impl PhaseTimes {
             ClaimPhase::Completed => &mut self.completed,
             ClaimPhase::Failed => &mut self.failed,
         }
-    }
-}
-
-reasons! {
-    /// Reasons of a claim's `Ready` condition.
-    ClaimReason {
-        /// All runners are registered.
-        Ready,
-        /// No pool has the name that the claim gives.
-        PoolNotFound,
-        /// No pool serves the labels.
-        NoPoolForLabels,
-        /// Several pools serve the labels.
-        AmbiguousLabels,
-        /// The pool is not ready; the message repeats why.
-        PoolNotReady,
-        /// The claim asks for what the pool does not have, such as an unknown resource class.
-        InvalidSpec,
-        /// The owner runs as many workers as it may.
-        QuotaReached,
-        /// No board has a free slot.
-        NoFreeSlot,
-        /// Earlier claims of the same owner and labels come first.
-        WaitingInLine,
-        /// The pool has as many machines as it may.
-        PoolFull,
-        /// EC2 has no capacity in any zone of the pool.
-        InsufficientCapacity,
-        /// Taking idle machines from the pool.
-        Claiming,
-        /// Making new machines or a pod.
-        Creating,
-        /// Waiting for new machines or a pod to report.
-        Validating,
-        /// New machines did not report in time.
-        ValidationFailed,
-        /// A worker was lost while it served the claim, such as a reclaimed spot machine.
-        WorkerLost,
-        /// The machines served the claim for as long as they may.
-        MaxRuntimeReached,
-        /// GitHub does not know the job any more.
-        JobNotFound,
-        /// The workflow run is over although the job is still queued.
-        JobStuckQueued,
-        /// GitHub does not answer as it should.
-        GitHubUnavailable,
-        /// AWS does not answer as it should.
-        AwsUnavailable,
-        /// Giving everything back.
-        Releasing,
-        /// Over, and everything is given back.
-        Completed,
-        /// Something unexpected; everything was dumped.
-        InternalError,
     }
 }

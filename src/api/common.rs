@@ -42,6 +42,7 @@ pub(super) mod pattern {
     pub const VERSION: &str = r"^[0-9]+\.[0-9]+\.[0-9]+$";
     /// A container image: no whitespace is all that every registry agrees on.
     pub const IMAGE: &str = r"^[^\s]+$";
+    pub const DURATION: &str = "^([0-9]{1,8}h)?([0-9]{1,8}m)?([0-9]{1,8}s)?$";
     pub const QUANTITY: &str = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$";
 }
 
@@ -138,7 +139,7 @@ impl JsonSchema for Duration {
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
         json_schema!({
             "type": "string",
-            "pattern": "^([0-9]{1,8}h)?([0-9]{1,8}m)?([0-9]{1,8}s)?$",
+            "pattern": pattern::DURATION,
             "minLength": 2,
             "maxLength": 27,
             "x-kubernetes-validations": [{
@@ -255,28 +256,6 @@ pub fn clip(text: &str, max: usize) -> String {
     }
 }
 
-/// Declares an enum whose variants are condition reasons, spelled as they appear in `kubectl describe`.
-macro_rules! reasons {
-    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident,)* }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub enum $name { $($(#[$variant_doc])* $variant,)* }
-
-        impl $name {
-            pub const fn as_str(self) -> &'static str {
-                match self { $(Self::$variant => stringify!($variant),)* }
-            }
-        }
-
-        impl From<$name> for &'static str {
-            fn from(reason: $name) -> Self {
-                reason.as_str()
-            }
-        }
-    };
-}
-pub(super) use reasons;
-
 /// Kubernetes' own condition list: one entry per type, limits as in its Go types.
 pub(super) fn conditions_schema(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
@@ -330,7 +309,7 @@ pub(super) fn instance_types_schema(_: &mut SchemaGenerator) -> Schema {
 pub(super) fn label_set_schema(_: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "array", "minItems": 1, "maxItems": 16, "x-kubernetes-list-type": "set",
-        "items": { "type": "string", "minLength": 1, "maxLength": 256, "pattern": pattern::RUNNER_LABEL },
+        "items": { "type": "string", "minLength": 1, "maxLength": 100, "pattern": pattern::RUNNER_LABEL },
         "x-kubernetes-validations": [{
             "rule": "self.all(a, self.exists_one(b, a.lowerAscii() == b.lowerAscii()))",
             "message": "labels must differ in more than case: GitHub compares them without it",

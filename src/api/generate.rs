@@ -1,9 +1,10 @@
-//! Files made from the types: the CRDs.
+//! The CRDs, made from the types.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
     CustomResourceDefinition, JSONSchemaProps, JSONSchemaPropsOrArray, JSONSchemaPropsOrBool,
 };
 use kube::CustomResourceExt;
+use serde_json::Value;
 
 use super::{RunnerClaim, RunnerPool, Worker};
 
@@ -15,10 +16,12 @@ pub fn crds() -> Vec<CustomResourceDefinition> {
 /// Each CRD as YAML, with the name of its file in `crds/`.
 pub fn crds_yaml() -> Vec<(String, String)> {
     crds()
-        .into_iter()
+        .iter()
         .map(|crd| {
             let name = format!("{}_{}.yaml", crd.spec.group, crd.spec.names.plural);
-            let yaml = serde_saphyr::to_string(&crd).expect("a CRD is plain data");
+            let mut data = serde_json::to_value(crd).expect("a CRD is plain data");
+            whole_numbers(&mut data);
+            let yaml = serde_saphyr::to_string(&data).expect("JSON is YAML");
             (name, format!("# Generated from src/api by `make generate`.\n{yaml}"))
         })
         .collect()
@@ -34,9 +37,14 @@ fn finish(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
 }
 
 /// Says what the derived schema means in words that the API server knows. `null` is the same as leaving a field out
-/// (the server drops it from fields that are not nullable), and formats of Rust's unsigned integers are unknown to it.
+/// (the server drops it from fields that are not nullable), formats of Rust's unsigned integers are unknown to it, and
+/// `kubectl explain` breaks lines itself.
 fn plain(schema: &mut JSONSchemaProps) {
     schema.nullable = None;
+    schema.enum_.iter_mut().for_each(|values| values.retain(|value| !value.0.is_null()));
+    if let Some(text) = &mut schema.description {
+        *text = text.replace('\n', " ");
+    }
     if schema.format.as_deref().is_some_and(|format| format.starts_with("uint")) {
         schema.format = None;
     }
@@ -48,5 +56,19 @@ fn plain(schema: &mut JSONSchemaProps) {
     }
     if let Some(JSONSchemaPropsOrBool::Schema(values)) = &mut schema.additional_properties {
         plain(values);
+    }
+}
+
+/// Schemas hold every limit as a float, which reads badly: `minimum: 1.0`.
+fn whole_numbers(value: &mut Value) {
+    match value {
+        Value::Number(number) => {
+            if let Some(float) = number.as_f64().filter(|float| float.fract() == 0.0) {
+                *number = (float as i64).into();
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(whole_numbers),
+        Value::Object(fields) => fields.values_mut().for_each(whole_numbers),
+        Value::Null | Value::Bool(_) | Value::String(_) => {}
     }
 }

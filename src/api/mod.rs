@@ -7,27 +7,33 @@ pub mod board;
 pub mod claim;
 pub mod common;
 pub mod ec2;
+pub mod failure;
 mod generate;
 pub mod pool;
+pub mod reasons;
+mod reference;
+#[cfg(test)]
+mod tests;
 pub mod worker;
 
 pub use board::{BoardGitHub, BoardPool, BoardTimeouts, EphemeralStorage, LabelOverride};
 pub use claim::{
-    ClaimPhase, ClaimReason, ClaimWorker, FleetOrder, Job, PhaseTimes, RunnerClaim, RunnerClaimSpec, RunnerClaimStatus,
-    WorkerSource,
+    ClaimPhase, ClaimWorker, FleetOrder, Job, PhaseTimes, RunnerClaim, RunnerClaimSpec, RunnerClaimStatus, WorkerSource,
 };
 pub use common::{
     Duration, Owner, OwnerType, READY, Runner, SecretRef, UsageClass, clip, ready_condition, set_condition,
 };
 pub use ec2::{Agent, Ec2Defaults, Ec2GitHub, Ec2Pool, Ec2Timeouts, Fallback, Lifetimes, ResourceClass, Reuse};
+pub use failure::{ContainerEnd, FAILURE_MESSAGE_MAX, Failure, LOG_TAIL_MAX, PodEvent};
 pub use generate::{crds, crds_yaml};
 pub use pool::{
-    Hardware, LaunchTemplate, PoolKind, PoolReason, Queue, RunnerPool, RunnerPoolSpec, RunnerPoolStatus, Slots,
-    WorkerCounts,
+    Hardware, LaunchTemplate, PoolKind, Queue, RunnerPool, RunnerPoolSpec, RunnerPoolStatus, Slots, WorkerCounts,
 };
+pub use reasons::{ClaimReason, FailureReason, PoolReason};
+pub use reference::reference_markdown;
 pub use worker::{
-    BoardWorker, ContainerEnd, Ec2Worker, FAILURE_MESSAGE_MAX, Failure, FailureReason, Heartbeat, HeartbeatState,
-    Instance, LOG_TAIL_MAX, PodEvent, PodPlace, Worker, WorkerSpec, WorkerState, WorkerStatus,
+    BoardWorker, Ec2Worker, Heartbeat, HeartbeatState, Instance, PodPlace, Worker, WorkerSpec, WorkerState,
+    WorkerStatus,
 };
 
 pub const GROUP: &str = "paddock.dev";

@@ -5,11 +5,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{
-    board::BoardPool,
-    common::{conditions_schema, reasons},
-    ec2::Ec2Pool,
-};
+use super::{board::BoardPool, common::conditions_schema, ec2::Ec2Pool};
 
 /// What a pool's runners run on: exactly one of `ec2` and `board`.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -189,32 +185,4 @@ pub struct LaunchTemplate {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 128))]
     pub digest: Option<String>,
-}
-
-reasons! {
-    /// Reasons of a pool's `Ready` condition.
-    PoolReason {
-        /// The pool serves claims.
-        Ready,
-        /// Table, queues or launch template are being made.
-        Preparing,
-        /// The Secret, or a key in it, is missing.
-        CredentialsMissing,
-        /// GitHub does not accept the credentials.
-        CredentialsRefused,
-        /// GitHub does not answer as it should.
-        GitHubUnavailable,
-        /// AWS does not answer as it should.
-        AwsUnavailable,
-        /// AWS denies a call that the pool needs.
-        AwsDenied,
-        /// The rendered user data is longer than EC2 takes.
-        UserDataTooLarge,
-        /// No ready node carries the board.
-        NoBoards,
-        /// The spec asks for something that cannot be done.
-        InvalidSpec,
-        /// The pool is being deleted and waits for its claims and machines.
-        Deleting,
-    }
 }

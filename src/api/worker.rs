@@ -5,7 +5,10 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::common::{Owner, Runner, UsageClass, conditions_schema, label_set_schema, pattern};
+use super::{
+    common::{Owner, Runner, UsageClass, conditions_schema, label_set_schema, pattern},
+    failure::Failure,
+};
 
 /// What the worker is. Workers are made by the operator and never change.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -123,7 +126,7 @@ pub struct BoardWorker {
     pub installation_id: Option<i64>,
 }
 
-/// What a worker does. Machines: `created → running → idle → claimed → running … → terminated`; pods: `pending →
+/// What the worker does. Machines: `created → running → idle → claimed → running … → terminated`; pods: `pending →
 /// running → completed | failed`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
@@ -293,135 +296,4 @@ pub struct Heartbeat {
 pub enum HeartbeatState {
     Fresh,
     Stale,
-}
-
-/// Why a worker failed, with what a person needs to find the cause after the pod or machine is gone.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct Failure {
-    /// Why, in one word for programs.
-    pub reason: FailureReason,
-    /// Why, for a person.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    #[schemars(length(max = 4096))]
-    pub message: String,
-    /// How each container of the pod ended.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
-    pub containers: Vec<ContainerEnd>,
-    /// The last events about the pod.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "atomic"))]
-    pub events: Vec<PodEvent>,
-    /// The end of the log.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(length(max = 16384))]
-    pub log_tail: Option<String>,
-}
-
-/// The longest `failure.logTail`, in characters.
-pub const LOG_TAIL_MAX: usize = 16384;
-/// The longest message inside `failure`, in characters.
-pub const FAILURE_MESSAGE_MAX: usize = 4096;
-
-/// How a container ended.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct ContainerEnd {
-    /// The container's name.
-    #[schemars(length(max = 63))]
-    pub name: String,
-    /// Its exit code; absent when it never started or still waits.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub exit_code: Option<i32>,
-    /// The kubelet's reason, such as `OOMKilled` or `ImagePullBackOff`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(length(max = 256))]
-    pub reason: Option<String>,
-    /// The kubelet's message.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(length(max = 4096))]
-    pub message: Option<String>,
-}
-
-/// An event about a pod.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct PodEvent {
-    /// When it was last seen.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub at: Option<Time>,
-    /// The event's reason, such as `FailedScheduling`.
-    #[schemars(length(max = 256))]
-    pub reason: String,
-    /// The event's message.
-    #[schemars(length(max = 4096))]
-    pub message: String,
-    /// How often it was seen.
-    #[serde(default)]
-    pub count: u32,
-}
-
-/// Why a worker failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum FailureReason {
-    /// The pod runs and GitHub never heard of its runner.
-    RunnerNeverRegistered,
-    /// The pod never started.
-    PodStuckPending,
-    /// The runner was online and got no job.
-    RunnerIdle,
-    /// The node does not answer.
-    NodeUnreachable,
-    /// The pod ended with an error.
-    PodFailed,
-    /// The pod is gone.
-    PodMissing,
-    /// The pod could not be created.
-    PodRefused,
-    /// The machine's pre-runner script failed.
-    PreRunnerFailed,
-    /// The machine did not report in time after its launch.
-    ValidationTimeout,
-    /// The machine did not register for its claim in time.
-    RegistrationTimeout,
-    /// The machine said that it could not register.
-    RegistrationFailed,
-    /// The machine did not leave GitHub in time after its release.
-    DeregistrationTimeout,
-    /// The machine's heartbeat stopped.
-    HeartbeatStale,
-    /// The machine stayed in one state for too long.
-    ThresholdPassed,
-    /// EC2 took the spot machine back.
-    SpotReclaimed,
-    /// The machine was terminated by someone else.
-    InstanceGone,
-    /// The creation that the machine was part of failed as a whole.
-    CreationAborted,
-}
-
-impl FailureReason {
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::RunnerNeverRegistered => "runner_never_registered",
-            Self::PodStuckPending => "pod_stuck_pending",
-            Self::RunnerIdle => "runner_idle",
-            Self::NodeUnreachable => "node_unreachable",
-            Self::PodFailed => "pod_failed",
-            Self::PodMissing => "pod_missing",
-            Self::PodRefused => "pod_refused",
-            Self::PreRunnerFailed => "pre_runner_failed",
-            Self::ValidationTimeout => "validation_timeout",
-            Self::RegistrationTimeout => "registration_timeout",
-            Self::RegistrationFailed => "registration_failed",
-            Self::DeregistrationTimeout => "deregistration_timeout",
-            Self::HeartbeatStale => "heartbeat_stale",
-            Self::ThresholdPassed => "threshold_passed",
-            Self::SpotReclaimed => "spot_reclaimed",
-            Self::InstanceGone => "instance_gone",
-            Self::CreationAborted => "creation_aborted",
-        }
-    }
 }
