@@ -1,1 +1,8 @@
+//! The test bed: the real parts that Paddock meets in production, or faithful stand-ins, started and stopped by one
+//! program. The demo, the end-to-end tests and the benchmarks all stand on it.
 
+pub mod isolate;
+
+pub use paddock_bed_aws as aws;
+pub use paddock_bed_github as github;
+pub use paddock_bed_process as process;

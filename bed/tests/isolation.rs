@@ -1,0 +1,226 @@
+//! A bed is a world of its own, and nothing of it outlives its program.
+//!
+//! Run with the argument `inside`, this program is the bed that the tests watch from the host.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Read, Write},
+    net::{TcpListener, TcpStream},
+    os::unix::process::CommandExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitCode, Stdio},
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use nix::{
+    sys::signal::{SigSet, Signal, kill},
+    unistd::{Pid, geteuid},
+};
+use paddock_bed::isolate::{Isolated, Options, enter};
+use serde::{Deserialize, Serialize};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+const PORT: u16 = 8080;
+const NAMESPACES: [&str; 3] = ["pid", "net", "mnt"];
+
+/// What the inside tells the test about itself.
+#[derive(Serialize, Deserialize)]
+struct Report {
+    dir: PathBuf,
+    shared: PathBuf,
+    host_port: u16,
+    namespaces: Vec<String>,
+    processes: usize,
+    node_possible: Result<(), String>,
+}
+
+fn main() -> ExitCode {
+    if std::env::args().nth(1).as_deref() == Some("inside") {
+        return inside();
+    }
+    let trials = vec![
+        Trial::test("a_killed_bed_leaves_nothing_behind", killed),
+        Trial::test("a_bed_that_ends_by_itself_leaves_nothing_behind", ended),
+        Trial::test("a_bed_of_a_user_without_root_leaves_nothing_behind", unprivileged)
+            .with_ignored_flag(!geteuid().is_root()), // without root the two before have shown it
+        Trial::test("two_beds_do_not_see_each_other", side_by_side),
+        Trial::test("the_host_reaches_the_bed_through_a_listener", reached),
+    ];
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}
+
+/// Leaves whatever it can: a daemon, a cgroup, files; then answers each connection until it is told to end.
+fn inside() -> ExitCode {
+    let Isolated { dir, shared, listeners, address, node_possible } =
+        enter(Options { listen: 1, ..Options::default() }).unwrap();
+    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
+    signals.thread_block().unwrap();
+    Command::new("sh").args(["-c", "setsid sleep 1000 &"]).status().unwrap();
+    if node_possible.is_ok() {
+        fs::create_dir_all(pids_cgroup().join("pods/one")).unwrap();
+    }
+    fs::write(dir.join("file"), "x").unwrap();
+    fs::write(shared.join("file"), "x").unwrap();
+    let _served = TcpListener::bind((address, PORT)).unwrap();
+    let namespace = |kind| fs::read_link(format!("/proc/self/ns/{kind}")).unwrap().display().to_string();
+    let report = Report {
+        host_port: listeners[0].local_addr().unwrap().port(),
+        namespaces: NAMESPACES.map(namespace).to_vec(),
+        processes: processes().count(),
+        dir,
+        shared,
+        node_possible,
+    };
+    println!("{}", serde_json::to_string(&report).unwrap());
+    let [listener] = <[TcpListener; 1]>::try_from(listeners).unwrap();
+    std::thread::spawn(move || {
+        for connection in listener.incoming() {
+            connection.unwrap().write_all(b"from the bed").unwrap();
+        }
+    });
+    signals.wait().unwrap();
+    ExitCode::from(7)
+}
+
+fn pids_cgroup() -> PathBuf {
+    let v1 = Path::new("/sys/fs/cgroup/pids");
+    if v1.exists() { v1 } else { Path::new("/sys/fs/cgroup") }.to_owned()
+}
+
+struct Bed {
+    child: Child,
+    report: Report,
+}
+
+impl Bed {
+    fn start(mut program: Command) -> Self {
+        let mut child = program.arg("inside").stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        Self { child, report: serde_json::from_str(&line).unwrap() }
+    }
+
+    fn end(&mut self, signal: Signal) -> Option<i32> {
+        kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
+        self.child.wait().unwrap().code()
+    }
+
+    /// What is still there of this bed, seen from the host.
+    fn remains(&self) -> Vec<String> {
+        let home = self.report.dir.parent().unwrap();
+        let name = home.file_name().unwrap().to_str().unwrap();
+        let mut remains = Vec::new();
+        for process in processes() {
+            let link = |kind| fs::read_link(process.join("ns").join(kind)).unwrap_or_default().display().to_string();
+            let shares = NAMESPACES.iter().zip(&self.report.namespaces).any(|(kind, own)| link(kind) == *own);
+            let mounts = fs::read_to_string(process.join("mountinfo")).unwrap_or_default().contains(name);
+            let janitor = process.join("exe").read_link().ok() == std::env::current_exe().ok()
+                && fs::read(process.join("cmdline")).unwrap_or_default().ends_with(b"inside\0")
+                && fs::read_to_string(process.join("status")).unwrap_or_default().contains("PPid:\t1\n");
+            if shares || mounts || janitor {
+                remains.push(process.display().to_string());
+            }
+        }
+        remains.extend(home.exists().then(|| home.display().to_string()));
+        remains.extend(find_cgroups(Path::new("/sys/fs/cgroup"), name));
+        remains
+    }
+
+    fn assert_gone(&self) -> Result<(), Failed> {
+        let start = Instant::now();
+        loop {
+            match self.remains() {
+                remains if remains.is_empty() => return Ok(()),
+                remains if start.elapsed() > DEADLINE => return Err(format!("still there: {remains:?}").into()),
+                _ => sleep(Duration::from_millis(20)),
+            }
+        }
+    }
+}
+
+impl Drop for Bed {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn this_program() -> Command {
+    Command::new(std::env::current_exe().unwrap())
+}
+
+fn processes() -> impl Iterator<Item = PathBuf> {
+    let numeric = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().parse::<u32>().is_ok();
+    fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path()).filter(numeric)
+}
+
+fn find_cgroups(dir: &Path, name: &str) -> Vec<String> {
+    let children = fs::read_dir(dir).into_iter().flatten().flatten().filter(|entry| entry.path().is_dir());
+    children
+        .flat_map(|entry| match entry.file_name().to_str() == Some(name) {
+            true => vec![entry.path().display().to_string()],
+            false => find_cgroups(&entry.path(), name),
+        })
+        .collect()
+}
+
+fn killed() -> Result<(), Failed> {
+    let mut bed = Bed::start(this_program());
+    let before = bed.remains();
+    if geteuid().is_root() {
+        assert_eq!(bed.report.node_possible, Ok(()));
+        assert!(
+            before.iter().any(|what| what.contains("cgroup")),
+            "the test finds no cgroup of a live bed: {before:?}"
+        );
+    }
+    assert!(before.iter().filter(|what| what.starts_with("/proc")).count() >= 3, "{before:?}");
+    bed.end(Signal::SIGKILL);
+    bed.assert_gone()
+}
+
+fn ended() -> Result<(), Failed> {
+    let mut bed = Bed::start(this_program());
+    assert_eq!(bed.end(Signal::SIGTERM), Some(7), "the signal reached the inside, and its exit code the outside");
+    assert_eq!(bed.remains(), Vec::<String>::new(), "an orderly end waits until all is gone");
+    Ok(())
+}
+
+fn unprivileged() -> Result<(), Failed> {
+    let dir = tempfile::tempdir()?; // the program's own place may be closed to other users
+    let copy = dir.path().join("bed");
+    fs::copy(std::env::current_exe()?, &copy)?;
+    fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+    let mut program = Command::new(copy);
+    program.uid(65534).gid(65534).current_dir("/");
+    let mut bed = Bed::start(program);
+    let why = bed.report.node_possible.clone().unwrap_err();
+    assert!(why.contains("root"), "{why}");
+    bed.end(Signal::SIGKILL);
+    bed.assert_gone()
+}
+
+fn side_by_side() -> Result<(), Failed> {
+    let beds = [Bed::start(this_program()), Bed::start(this_program())];
+    let [one, other] = &beds; // both serve the same address and port
+    assert_ne!(one.report.dir, other.report.dir);
+    for (a, b) in one.report.namespaces.iter().zip(&other.report.namespaces) {
+        assert_ne!(a, b);
+    }
+    for bed in &beds {
+        assert_eq!(bed.report.processes, 3, "init, the program and its daemon");
+        assert!(!bed.report.dir.join("file").exists(), "the bed's directory is its own");
+        assert!(bed.report.shared.join("file").exists(), "the shared one is the host's too");
+    }
+    Ok(())
+}
+
+fn reached() -> Result<(), Failed> {
+    let bed = Bed::start(this_program());
+    let mut answer = String::new();
+    TcpStream::connect(("127.0.0.1", bed.report.host_port))?.read_to_string(&mut answer)?;
+    assert_eq!(answer, "from the bed");
+    Ok(())
+}
