@@ -1,42 +1,30 @@
 #!/usr/bin/env bash
 # Builds or fetches the pinned programs of the test bed into the cache and prints `name=path` for each one asked for.
-#   hack/tools.sh kube-apiserver etcd dynamodb …      (no names: all of them)
+#   hack/tools.sh kube-apiserver etcd dynamodb …      (no names, or `all`: all of them)
 # Everything comes from a package registry: Go modules, Maven, PyPI, npm, Debian. A program lives under a name made
 # from the hash of its pins, so a changed pin builds anew and an unchanged one costs nothing.
 # Progress goes to standard error. KUBEBUILDER_ASSETS, where set, serves the Kubernetes programs it holds.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/tools" && pwd)
-cache=${PADDOCK_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/paddock}
-mkdir -p "$cache/tools" "$cache/log"
+. "$here/../progress.sh"
 
-ALL=(etcd kube-apiserver kube-controller-manager kube-scheduler kubelet kubectl helm kwok
-     containerd dynamodb elasticmq moto github-schemas)
+# Go programs in an order in which each finds the packages that the one before compiled.
+BUILT=(kube-apiserver kube-controller-manager kube-scheduler kubelet kubectl etcd helm kwok)
+FETCHED=(dynamodb elasticmq moto github-schemas containerd)
 
-die() { printf '\ntools: %s\n' "$*" >&2; exit 1; }
 need() { command -v "$1" >/dev/null || die "$2"; }
-digest() { (cd "$here" && cat "$@" | sha256sum | cut -c1-12); }
-
-# step NAME COMMAND…: runs it with its output in a log, shows the seconds going by, and the log's end if it fails.
-step() {
-  local name=$1 log="$cache/log/$1.log" start=$SECONDS pid; shift
-  "$@" >"$log" 2>&1 & pid=$!
-  while kill -0 "$pid" 2>/dev/null; do
-    [ -t 2 ] && printf '\r\033[K  %-26s %4ss' "$name" $((SECONDS - start)) >&2
-    sleep 0.5
-  done
-  [ -t 2 ] && printf '\r\033[K' >&2
-  if wait "$pid"; then printf '  %-26s built in %ss\n' "$name" $((SECONDS - start)) >&2
-  else tail -n 20 "$log" >&2; die "$name could not be built; the whole log is $log"; fi
-}
+digest() { cat "$here/$1"/* | sha256sum | cut -c1-12; } # of all pins of tools/NAME
 
 # into DIR NAME FUNCTION…: runs FUNCTION with an empty directory and moves it to DIR when it is complete, once,
 # whoever else asks at the same time.
 into() {
   local dir=$1 name=$2; shift 2
   [ -d "$dir" ] && return
-  exec 9>"$cache/tools/.$name.lock"; flock 9
+  exec 9>"$cache/tools/.$name.lock"
+  flock -n 9 || { say "  $name is being built by another command; waiting for it"; flock 9; }
   if [ ! -d "$dir" ]; then
+    rm -rf "$cache/tools/.$name".?????? # left by a build that was killed
     local tmp; tmp=$(mktemp -d "$cache/tools/.$name.XXXXXX")
     step "$name" "$@" "$tmp"
     mv "$tmp" "$dir"
@@ -44,33 +32,27 @@ into() {
   exec 9>&-
 }
 
-go_build() { # MODULE PACKAGE LDFLAGS DIR
-  cd "$here/$1" && CGO_ENABLED=0 GOFLAGS="-buildvcs=false -mod=readonly" GOWORK=off \
-    go build -trimpath -ldflags "-s -w $3" -o "$4/" "$2"
-}
-
-go_tool() { # NAME MODULE PACKAGE [LDFLAGS]
-  local name=$1 module=$2 package=$3 ldflags=${4:-} dir
+go_tool() { # NAME MODULE PACKAGE
+  local name=$1 module=$2 package=$3 dir
   if [ -n "${KUBEBUILDER_ASSETS:-}" ] && [ -x "$KUBEBUILDER_ASSETS/$name" ]; then
     echo "$name=$KUBEBUILDER_ASSETS/$name"; return
   fi
-  dir="$cache/tools/$name-$(digest "$module/go.mod" "$module/go.sum")"
+  dir="$cache/tools/$name-$(digest "$module")"
   if [ ! -d "$dir" ]; then
-    need go "Go 1.25 or newer is needed to build $name: install it (https://go.dev/dl), or point KUBEBUILDER_ASSETS at a directory that has the program."
-    into "$dir" "$name" go_build "$module" "$package" "$ldflags"
+    need go "Go 1.26 or newer is needed to build $name: install it (https://go.dev/dl), or point KUBEBUILDER_ASSETS at a directory that has the program."
+    into "$dir" "$name" go_build "$module" "$package"
   fi
   echo "$name=$(find "$dir" -type f | head -1)"
 }
-
-kubernetes() {
-  local version; version=$(awk '$1=="require" && $2=="k8s.io/kubernetes"{print $3}' "$here/kubernetes/go.mod")
-  local v=k8s.io/component-base/version minor=${version#v1.}
-  go_tool "$1" kubernetes "k8s.io/kubernetes/cmd/$1" \
-    "-X $v.gitVersion=$version -X $v.gitMajor=1 -X $v.gitMinor=${minor%%.*}"
+# MODULE/ldflags says which version the program is to report: Kubernetes panics without one.
+go_build() { # MODULE PACKAGE DIR
+  cd "$here/$1"
+  CGO_ENABLED=0 GOFLAGS="-buildvcs=false -mod=readonly" GOWORK=off \
+    go build -trimpath -ldflags "-s -w $(cat ldflags 2>/dev/null | tr '\n' ' ')" -o "$3/" "$2"
 }
 
 maven() { # NAME: the jars named by NAME/pom.xml
-  local dir; dir="$cache/tools/$1-$(digest "$1/pom.xml")"
+  local dir; dir="$cache/tools/$1-$(digest "$1")"
   if [ ! -d "$dir" ]; then
     need mvn "Maven is needed to fetch $1: apt-get install maven"
     into "$dir" "$1" mvn_copy "$1"
@@ -80,7 +62,7 @@ maven() { # NAME: the jars named by NAME/pom.xml
 mvn_copy() { mvn -B -q -f "$here/$1/pom.xml" dependency:copy-dependencies -DoutputDirectory="$2"; }
 
 python_env() { # NAME: a virtual environment with NAME/requirements.txt
-  local dir; dir="$cache/tools/$1-$(digest "$1/requirements.txt")"
+  local dir; dir="$cache/tools/$1-$(digest "$1")"
   if [ ! -d "$dir" ]; then
     need python3 "Python 3 is needed to run $1: apt-get install python3 python3-venv"
     into "$dir" "$1" pip_install "$1"
@@ -92,7 +74,7 @@ pip_install() { # a --target directory can be moved once it is complete; a virtu
 }
 
 npm_packages() {
-  local dir; dir="$cache/tools/$1-$(digest "$1/package.json" "$1/package-lock.json")"
+  local dir; dir="$cache/tools/$1-$(digest "$1")"
   if [ ! -d "$dir" ]; then
     need npm "npm is needed to fetch $1: apt-get install npm"
     into "$dir" "$1" npm_install "$1"
@@ -103,7 +85,7 @@ npm_install() { cp "$here/$1/package.json" "$here/$1/package-lock.json" "$2" && 
 
 # Debian packages are unpacked into the cache, not installed: no root, nothing changed on the machine.
 debian() {
-  local dir; dir="$cache/tools/$1-$(digest "$1/packages")"
+  local dir; dir="$cache/tools/$1-$(digest "$1")"
   if [ ! -d "$dir" ]; then
     need apt-get "apt-get is needed to fetch $1: the node of the test bed runs on Debian and its descendants only"
     into "$dir" "$1" deb_unpack "$1"
@@ -123,17 +105,24 @@ deb_unpack() {
 
 tool() {
   case $1 in
-    kube-apiserver | kube-controller-manager | kube-scheduler | kubelet | kubectl) kubernetes "$1" ;;
+    kube-apiserver | kube-controller-manager | kube-scheduler | kubelet | kubectl) go_tool "$1" kubernetes "k8s.io/kubernetes/cmd/$1" ;;
     etcd) go_tool etcd etcd go.etcd.io/etcd/server/v3 ;;
-    helm) go_tool helm helm helm.sh/helm/v3/cmd/helm "-X helm.sh/helm/v3/internal/version.version=v3.22.0" ;;
+    helm) go_tool helm helm helm.sh/helm/v3/cmd/helm ;;
     kwok) go_tool kwok kwok sigs.k8s.io/kwok/cmd/kwok ;;
     containerd) debian containerd ;;
     dynamodb | elasticmq) maven "$1" ;;
     moto) python_env moto ;;
     github-schemas) npm_packages github-schemas ;;
-    *) die "no tool is called '$1'; there are: ${ALL[*]}" ;;
+    *) die "no tool is called '$1'; there are: ${BUILT[*]} ${FETCHED[*]}" ;;
   esac
 }
 
-[ $# -gt 0 ] || set -- "${ALL[@]}"
+# What is missing: Go builds, which fill the cores, one after another, and downloads beside them.
+lane() { local name; for name in "$@"; do tool "$name" >/dev/null; done; }
+[ "${*:-all}" != all ] || set -- "${BUILT[@]}" "${FETCHED[@]}"
+built=() fetched=()
+for name in "$@"; do
+  if [[ " ${BUILT[*]} " == *" $name "* ]]; then built+=("$name"); else fetched+=("$name"); fi
+done
+side_by_side "lane ${built[*]}" "lane ${fetched[*]}"
 for name in "$@"; do tool "$name"; done
