@@ -2,6 +2,7 @@
 //! program. The demo, the end-to-end tests and the benchmarks all stand on it.
 
 pub mod isolate;
+pub mod kube;
 
 pub use paddock_bed_aws as aws;
 pub use paddock_bed_github as github;

@@ -1,0 +1,325 @@
+//! A real Kubernetes control plane: etcd, API server with RBAC, controller manager and scheduler.
+
+mod pki;
+
+use std::{
+    fs,
+    net::{IpAddr, Ipv4Addr},
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use k8s_openapi::api::{
+    authentication::v1::{TokenRequest, TokenRequestSpec},
+    core::v1::ServiceAccount,
+};
+use kube::{
+    Api, Client, Config,
+    api::PostParams,
+    config::{KubeConfigOptions, Kubeconfig},
+};
+use tokio::{io::AsyncWriteExt, sync::Mutex};
+
+use crate::{
+    isolate::{SERVICE_ADDRESS, SERVICE_RANGE},
+    process::{Process, free_port, tool},
+};
+pub use pki::{Certificate, Identity, Pki};
+
+/// The tools that [`ControlPlane::start`] and its helpers need, for `isolate::Options`.
+pub const TOOLS: [&str; 6] = ["etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl", "helm"];
+
+/// The chart's release and service account in the bed.
+pub const RELEASE: &str = "paddock";
+pub const RELEASE_NAMESPACE: &str = "paddock-system";
+
+/// Generous: machines that run tests are busy ones.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// How long a service account's token lives: longer than any bed.
+const TOKEN_SECONDS: i64 = 24 * 3600;
+
+pub struct ControlPlane {
+    dir: PathBuf,
+    address: Ipv4Addr,
+    /// Where the API server is found by every process of the bed.
+    url: String,
+    pki: Pki,
+    client: Client,
+    etcd_port: u16,
+    port: u16,
+    apiserver: Mutex<Option<Process>>,
+    _others: Vec<Process>,
+}
+
+impl ControlPlane {
+    /// Starts all parts with their files below `dir` and returns when the first namespace is ready for pods.
+    ///
+    /// With `Isolated::address` the API server also answers at the ClusterIP of its service; with loopback it takes a
+    /// free port there and leaves the service aside.
+    pub async fn start(dir: &Path, address: Ipv4Addr) -> Result<Self> {
+        use_one_crypto_provider();
+        let dir = dir.join("kube");
+        let port = if address.is_loopback() { free_port()? } else { 443 };
+        let url = format!("https://{address}:{port}");
+        let pki = Pki::create(&dir.join("pki"))?;
+        let names = ["kubernetes", "kubernetes.default", "kubernetes.default.svc", "localhost"];
+        let addresses: [IpAddr; 3] = [address.into(), Ipv4Addr::LOCALHOST.into(), SERVICE_ADDRESS.into()];
+        pki.server("kube-apiserver", &names, &addresses)?;
+        pki.client("apiserver-kubelet-client", &["system:masters"])?;
+        for (user, groups) in [
+            ("admin", &["system:masters"][..]),
+            ("system:kube-controller-manager", &[]),
+            ("system:kube-scheduler", &[]),
+        ] {
+            let identity = pki.client(user, groups)?;
+            pki.kubeconfig(&config_path(&dir, user), &url, "default", Identity::Certificate(&identity))?;
+        }
+        let client = client_from(&config_path(&dir, "admin")).await?;
+        let etcd_port = free_port()?;
+        let etcd = start_etcd(&dir, etcd_port)?;
+        let mut plane =
+            Self { dir, address, url, pki, client, etcd_port, port, apiserver: Mutex::new(None), _others: vec![etcd] };
+        plane.start_apiserver().await?;
+        plane._others.push(plane.spawn("kube-controller-manager", |command| {
+            command
+                .args(["--leader-elect=false", "--secure-port=0", "--use-service-account-credentials=true"])
+                .arg(flag("--root-ca-file", plane.pki.authority_file()))
+                .arg(flag("--service-account-private-key-file", plane.pki.service_account_key()))
+                .arg(flag("--kubeconfig", config_path(&plane.dir, "system:kube-controller-manager")));
+        })?);
+        plane._others.push(plane.spawn("kube-scheduler", |command| {
+            command
+                .args(["--leader-elect=false", "--secure-port=0"])
+                .arg(flag("--kubeconfig", config_path(&plane.dir, "system:kube-scheduler")));
+        })?);
+        let accounts: Api<ServiceAccount> = Api::default_namespaced(plane.client());
+        let manager = plane._others.last_mut().context("the scheduler was just started")?;
+        manager.until_ready(DEADLINE, async || accounts.get("default").await.is_ok()).await?;
+        Ok(plane)
+    }
+
+    /// A client with all rights, for the test itself; never for the operator.
+    pub fn client(&self) -> Client {
+        self.client.clone()
+    }
+
+    /// The kubeconfig of [`Self::client`].
+    pub fn kubeconfig(&self) -> PathBuf {
+        config_path(&self.dir, "admin")
+    }
+
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// The address that the bed's servers listen on.
+    pub fn address(&self) -> Ipv4Addr {
+        self.address
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    pub fn pki(&self) -> &Pki {
+        &self.pki
+    }
+
+    /// Writes an admin's kubeconfig for a user on the host, where the API server is at `port` of loopback.
+    pub fn kubeconfig_for_host(&self, path: &Path, port: u16) -> Result<()> {
+        let admin = self.pki.client("admin", &["system:masters"])?;
+        self.pki.kubeconfig(path, &format!("https://127.0.0.1:{port}"), "default", Identity::Certificate(&admin))
+    }
+
+    /// A kubeconfig with the rights of a service account, by a token as its pods would have.
+    pub async fn kubeconfig_for_service_account(&self, namespace: &str, name: &str) -> Result<PathBuf> {
+        let accounts: Api<ServiceAccount> = Api::namespaced(self.client(), namespace);
+        let spec = TokenRequestSpec { expiration_seconds: Some(TOKEN_SECONDS), ..TokenRequestSpec::default() };
+        let request = TokenRequest { spec, ..TokenRequest::default() };
+        let answer = accounts.create_token_request(name, &PostParams::default(), &request).await;
+        let answer = answer.with_context(|| format!("no token for the service account {namespace}/{name}"))?;
+        let token = answer.status.context("the token request was answered without a token")?.token;
+        let path = config_path(&self.dir, &format!("{namespace}-{name}"));
+        self.pki.kubeconfig(&path, &self.url, namespace, Identity::Token(&token))?;
+        Ok(path)
+    }
+
+    /// Starts the API server, if it does not run, and waits until it is ready.
+    pub async fn start_apiserver(&self) -> Result<()> {
+        let mut running = self.apiserver.lock().await;
+        if running.is_some() {
+            return Ok(());
+        }
+        let pki = &self.pki;
+        let serving = self.dir.join("pki/kube-apiserver");
+        let kubelet_client = self.dir.join("pki/apiserver-kubelet-client");
+        let mut process = self.spawn("kube-apiserver", |command| {
+            command
+                .args(["--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction"])
+                .args(["--allow-privileged=true", "--kubelet-preferred-address-types=InternalIP"])
+                .args(["--service-account-issuer=https://kubernetes.default.svc", "--profiling=false"])
+                .arg(format!("--service-cluster-ip-range={SERVICE_RANGE}"))
+                .arg(format!("--etcd-servers=http://127.0.0.1:{}", self.etcd_port))
+                .arg(format!("--secure-port={}", self.port))
+                .arg(format!("--advertise-address={}", self.address))
+                .arg(flag("--tls-cert-file", serving.with_extension("crt")))
+                .arg(flag("--tls-private-key-file", serving.with_extension("key")))
+                .arg(flag("--client-ca-file", pki.authority_file()))
+                .arg(flag("--service-account-key-file", pki.service_account_key().with_extension("pub")))
+                .arg(flag("--service-account-signing-key-file", pki.service_account_key()))
+                .arg(flag("--kubelet-client-certificate", kubelet_client.with_extension("crt")))
+                .arg(flag("--kubelet-client-key", kubelet_client.with_extension("key")));
+            if self.address.is_loopback() {
+                // Loopback is no valid endpoint of a service, so the service gets none.
+                command.args(["--bind-address=127.0.0.1", "--endpoint-reconciler-type=none"]);
+            }
+        })?;
+        process.until_ready(DEADLINE, async || self.is_ready().await).await?;
+        *running = Some(process);
+        Ok(())
+    }
+
+    /// Ends the API server at once, as a crash would.
+    pub async fn stop_apiserver(&self) {
+        drop(self.apiserver.lock().await.take());
+    }
+
+    pub async fn restart_apiserver(&self) -> Result<()> {
+        self.stop_apiserver().await;
+        self.start_apiserver().await
+    }
+
+    async fn is_ready(&self) -> bool {
+        let request = axum::http::Request::get("/readyz").body(Vec::new()).expect("a constant request");
+        let answer = self.client.request_text(request);
+        matches!(tokio::time::timeout(Duration::from_secs(5), answer).await, Ok(Ok(text)) if text == "ok")
+    }
+
+    /// Runs kubectl as admin.
+    pub async fn kubectl(&self, args: &[&str]) -> Result<Output> {
+        self.run("kubectl", args, "").await
+    }
+
+    /// Applies manifests as admin.
+    pub async fn apply(&self, yaml: &str) -> Result<()> {
+        let output = self.run("kubectl", &["apply", "--server-side", "-f", "-"], yaml).await?;
+        succeeded("kubectl apply", output).map(drop)
+    }
+
+    /// Runs helm as admin.
+    pub async fn helm(&self, args: &[&str]) -> Result<Output> {
+        self.run("helm", args, "").await
+    }
+
+    /// Applies the chart's CRDs, service account and roles without its deployment; `settings` are more `--set` values.
+    /// The answer is the kubeconfig of the operator that the chart would run.
+    pub async fn install_chart_rbac(&self, settings: &[&str]) -> Result<PathBuf> {
+        let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../charts/paddock");
+        let mut args = vec!["template", RELEASE, chart, "--namespace", RELEASE_NAMESPACE, "--set", "clusterName=bed"];
+        args.extend(settings.iter().flat_map(|setting| ["--set", setting]));
+        let rendered = succeeded("helm template", self.helm(&args).await?)?;
+        self.apply(&format!("apiVersion: v1\nkind: Namespace\nmetadata:\n  name: {RELEASE_NAMESPACE}\n")).await?;
+        self.apply(&without_workload(&rendered)).await?;
+        let wait = ["wait", "--for=condition=Established", "--timeout=60s", "crd", "--all"];
+        succeeded("kubectl wait", self.kubectl(&wait).await?)?;
+        self.kubeconfig_for_service_account(RELEASE_NAMESPACE, RELEASE).await
+    }
+
+    async fn run(&self, name: &str, args: &[&str], input: &str) -> Result<Output> {
+        let home = self.dir.join("home");
+        fs::create_dir_all(&home)?;
+        let mut child = tokio::process::Command::new(tool(name)?)
+            .args(args)
+            .env("KUBECONFIG", self.kubeconfig())
+            .env("HOME", home) // caches and helm's own files
+            .env_remove("XDG_CACHE_HOME")
+            .env_remove("XDG_CONFIG_HOME")
+            .env_remove("XDG_DATA_HOME")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .with_context(|| format!("cannot start {name}"))?;
+        let mut stdin = child.stdin.take().context("standard input is a pipe")?;
+        let input = input.to_owned();
+        tokio::spawn(async move { stdin.write_all(input.as_bytes()).await });
+        Ok(child.wait_with_output().await?)
+    }
+
+    fn spawn(&self, name: &str, arguments: impl FnOnce(&mut Command)) -> Result<Process> {
+        let mut command = Command::new(tool(name)?);
+        arguments(&mut command);
+        Process::spawn(name, command, &self.dir.join("log"))
+    }
+}
+
+/// The text of a command's standard output, or an error with what it said.
+pub fn succeeded(what: &str, output: Output) -> Result<String> {
+    if !output.status.success() {
+        bail!("{what} ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// A client for a kubeconfig file.
+pub async fn client_from(kubeconfig: &Path) -> Result<Client> {
+    use_one_crypto_provider();
+    let config = Kubeconfig::read_from(kubeconfig)?;
+    let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await?;
+    Ok(Client::try_from(config)?)
+}
+
+/// rustls takes a provider for granted only where one is installed for the process.
+fn use_one_crypto_provider() {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default(); // an error says there is one already
+}
+
+fn start_etcd(dir: &Path, port: u16) -> Result<Process> {
+    let client = format!("http://127.0.0.1:{port}");
+    let peer = format!("http://127.0.0.1:{}", free_port()?);
+    let mut command = Command::new(tool("etcd")?);
+    command
+        .arg(flag("--data-dir", dir.join("etcd")))
+        .args(["--unsafe-no-fsync", "--name=bed", "--logger=zap", "--log-level=warn"])
+        .args([format!("--listen-client-urls={client}"), format!("--advertise-client-urls={client}")])
+        .args([format!("--listen-peer-urls={peer}"), format!("--initial-advertise-peer-urls={peer}")])
+        .arg(format!("--initial-cluster=bed={peer}"));
+    Process::spawn("etcd", command, &dir.join("log"))
+}
+
+/// The documents of a rendered chart that make the operator's rights, not those that make it run.
+fn without_workload(rendered: &str) -> String {
+    const KINDS: [&str; 6] =
+        ["CustomResourceDefinition", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"];
+    let kind = |document: &str| document.lines().find_map(|line| line.strip_prefix("kind: ").map(str::to_owned));
+    let kept = rendered.split("\n---\n").filter(|text| kind(text).is_some_and(|kind| KINDS.contains(&kind.as_str())));
+    kept.collect::<Vec<_>>().join("\n---\n")
+}
+
+fn config_path(dir: &Path, user: &str) -> PathBuf {
+    dir.join(format!("{}.kubeconfig", user.replace(':', "-")))
+}
+
+fn flag(name: &str, path: PathBuf) -> String {
+    format!("{name}={}", path.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_operators_rights_are_kept_and_its_workload_is_not() {
+        let rendered =
+            "---\n# Source: a\nkind: ServiceAccount\n---\nkind: Deployment\nspec:\n  kind: Role\n---\nkind: Role\n";
+        assert_eq!(without_workload(rendered), "---\n# Source: a\nkind: ServiceAccount\n---\nkind: Role\n");
+    }
+}

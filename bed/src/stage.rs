@@ -1,0 +1,197 @@
+//! All parts together: a cluster, AWS with machines, GitHub, and the operator under the chart's own service account.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, ensure};
+use k8s_openapi::api::core::v1::Namespace;
+use kube::{Api, api::PostParams};
+use serde_json::{Value, json};
+
+use crate::{
+    aws::{Aws, ServedFile, machines},
+    github::{self, GitHub, runner::write_runner_dir},
+    isolate::Isolated,
+    kube::ControlPlane,
+    process::{Process, Signal, free_port},
+};
+
+/// The tools that [`Stage::start`] starts.
+pub const TOOLS: &[&str] = &[
+    "etcd",
+    "kube-apiserver",
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kubectl",
+    "helm",
+    "dynamodb",
+    "elasticmq",
+    "moto",
+];
+
+/// The name of the cluster, as the operator is told it.
+pub const CLUSTER: &str = "bed";
+
+/// The GitHub organisation and repository that everything belongs to.
+pub const ORGANIZATION: &str = "acme";
+pub const REPOSITORY: &str = "rocket";
+
+/// The Secret with the GitHub App, in every namespace made by [`Stage::namespace`].
+pub const CREDENTIALS: &str = "github-app";
+
+pub struct Stage {
+    pub kube: ControlPlane,
+    pub aws: Aws,
+    pub github: GitHub,
+    pub machines: machines::Machines,
+    app: github::App,
+    agent: ServedFile,
+    dir: PathBuf,
+    operator_kubeconfig: PathBuf,
+}
+
+impl Stage {
+    pub async fn start(isolated: &Isolated) -> Result<Self> {
+        let dir = isolated.dir.clone();
+        let kube = async {
+            let kube = ControlPlane::start(&dir, isolated.address).await?;
+            let kubeconfig = kube.install_chart_rbac(&[]).await?;
+            anyhow::Ok((kube, kubeconfig))
+        };
+        let github = GitHub::start(github::Options {
+            listen: (isolated.address, 0).into(),
+            validate: false,
+            ..github::Options::default()
+        });
+        let aws_dir = dir.join("aws");
+        let ((kube, operator_kubeconfig), aws, github) = tokio::try_join!(kube, Aws::start(&aws_dir), github)?;
+
+        let ami = dir.join("ami");
+        let runner = binary("paddock-bed-runner")?;
+        write_runner_dir(&ami.join("opt/actions-runner"), &[&runner.to_string_lossy()])?;
+        let machines = machines::Machines::start(&aws, machines::Options { ami: Some(ami), ..Default::default() })?;
+        let agent = aws.serve_file(&binary("paddock-agent")?)?;
+
+        github.organization(ORGANIZATION);
+        github.repository(ORGANIZATION, REPOSITORY, true)?;
+        let app = github.app("paddock");
+        github.install(app.id, ORGANIZATION)?;
+        Ok(Self { kube, aws, github, machines, app, agent, dir, operator_kubeconfig })
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Makes a namespace with the GitHub App's credentials in it.
+    pub async fn namespace(&self, name: &str) -> Result<()> {
+        let namespaces: Api<Namespace> = Api::all(self.kube.client());
+        let namespace = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
+        namespaces.create(&PostParams::default(), &namespace).await?;
+        let secret = json!({
+            "apiVersion": "v1", "kind": "Secret",
+            "metadata": { "name": CREDENTIALS, "namespace": name },
+            "stringData": {
+                "github_app_id": self.app.id.to_string(),
+                "github_app_private_key": self.app.private_key,
+            },
+        });
+        self.kube.apply(&secret.to_string()).await
+    }
+
+    /// An EC2 pool that fits this stage; `changes` are merged into `spec.ec2`.
+    pub fn ec2_pool(&self, namespace: &str, name: &str, changes: Value) -> Value {
+        let subnets: Vec<_> = self.aws.subnets().into_iter().map(|(subnet, _)| subnet).collect();
+        let mut ec2 = json!({
+            "amiId": self.aws.ami_id(),
+            "instanceProfile": "paddock-runner",
+            "securityGroupIds": [self.aws.security_group_id()],
+            "subnetIds": subnets,
+            "runnerVersion": "2.330.0",
+            "agent": { "url": self.agent.url, "sha256": self.agent.sha256 },
+            "resourceClasses": [{ "name": "medium", "cpu": 2, "memoryMiB": 4096 }],
+            "github": { "owner": ORGANIZATION, "credentialsRef": { "name": CREDENTIALS } },
+        });
+        if let (Value::Object(ec2), Value::Object(changes)) = (&mut ec2, changes) {
+            ec2.extend(changes);
+        }
+        json!({
+            "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerPool",
+            "metadata": { "name": name, "namespace": namespace },
+            "spec": { "ec2": ec2 },
+        })
+    }
+
+    /// A claim on a pool.
+    pub fn claim(&self, namespace: &str, name: &str, pool: &str, run_id: &str, count: u32) -> Value {
+        json!({
+            "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerClaim",
+            "metadata": { "name": name, "namespace": namespace },
+            "spec": { "pool": pool, "runId": run_id, "count": count },
+        })
+    }
+
+    /// Starts an operator as the chart would, and waits until it answers.
+    pub async fn operator(&self, name: &str, arguments: &[&str]) -> Result<Operator> {
+        let port = free_port()?;
+        let mut command = Command::new(binary("paddock")?);
+        command
+            .args(["run", "--cluster-name", CLUSTER, "--github-api-url", &self.github.api_url()])
+            .args(["--listen", &format!("127.0.0.1:{port}"), "--lease-duration", "3s"])
+            .args(arguments)
+            .env("KUBECONFIG", &self.operator_kubeconfig)
+            .env("HOSTNAME", name)
+            .envs(self.aws.env());
+        let process = Process::spawn(name, command, &self.dir.join("operator"))?;
+        let mut operator = Operator { process, url: format!("http://127.0.0.1:{port}") };
+        let url = format!("{}/readyz", operator.url);
+        let ready = async || reqwest::get(&url).await.is_ok_and(|answer| answer.status().is_success());
+        operator.process.until_ready(Duration::from_secs(60), ready).await?;
+        Ok(operator)
+    }
+}
+
+/// A running `paddock run`; killed when dropped.
+pub struct Operator {
+    process: Process,
+    url: String,
+}
+
+impl Operator {
+    /// Where its pages are.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    pub fn log(&self) -> String {
+        self.process.log_tail(usize::MAX)
+    }
+
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        self.process.signal(signal)
+    }
+
+    /// `kill -9`.
+    pub fn kill(mut self) -> Result<()> {
+        self.process.kill().map(drop)
+    }
+
+    /// Asks it to end, and gives its exit status.
+    pub async fn stop(self) -> Result<std::process::ExitStatus> {
+        self.process.stop().await
+    }
+}
+
+/// A program of this workspace, built beside the one that runs.
+pub fn binary(name: &str) -> Result<PathBuf> {
+    let program = std::env::current_exe()?;
+    let directory = program.parent().context("a program lies in a directory")?;
+    // Test binaries lie one level deeper.
+    let directory = if directory.ends_with("deps") { directory.parent().unwrap_or(directory) } else { directory };
+    let path = directory.join(name);
+    ensure!(path.exists(), "{} is not built: run `cargo build --workspace --bins` first", path.display());
+    Ok(path)
+}
