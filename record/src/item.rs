@@ -28,6 +28,11 @@ pub mod attribute {
     pub const CPU: &str = "cpu";
     pub const MEM: &str = "mem";
     pub const SEALED: &str = "sealed";
+    pub const LEAVING: &str = "leaving";
+    pub const CLAIMS: &str = "claims";
+    pub const FAILURE_REASON: &str = "failureReason";
+    pub const FAILURE_MESSAGE: &str = "failureMessage";
+    pub const INITIAL_RUN_ID: &str = "initialRunId";
     pub const GITHUB_URL: &str = "githubUrl";
 }
 use attribute as a;
@@ -75,6 +80,15 @@ pub struct Instance {
     pub github_url: String,
     /// The registration or removal token of the run at hand, sealed to the instance's public key.
     pub sealed: String,
+    /// The run that the instance still has to deregister from before it may be claimed again; mostly empty.
+    pub leaving: String,
+    /// The run it was created for; empty when it was created to be kept warm.
+    pub initial_run_id: String,
+    /// How many claims it has been given to.
+    pub claims: u32,
+    /// Why it was given up, in one word and for a person; empty while it lives.
+    pub failure_reason: String,
+    pub failure_message: String,
 }
 
 /// The agent's sign of life.
@@ -111,10 +125,14 @@ impl Instance {
             (a::ZONE, self.zone.clone()),
             (a::GITHUB_URL, self.github_url.clone()),
             (a::SEALED, self.sealed.clone()),
+            (a::LEAVING, self.leaving.clone()),
+            (a::INITIAL_RUN_ID, self.initial_run_id.clone()),
+            (a::FAILURE_REASON, self.failure_reason.clone()),
+            (a::FAILURE_MESSAGE, self.failure_message.clone()),
         ];
         item.extend(texts.map(|(name, text)| (name.to_owned(), AttributeValue::S(text))));
         item.extend(
-            [(a::CPU, self.cpu), (a::MEM, self.mem)]
+            [(a::CPU, self.cpu), (a::MEM, self.mem), (a::CLAIMS, self.claims)]
                 .map(|(name, number)| (name.to_owned(), AttributeValue::N(number.to_string()))),
         );
         item
@@ -143,6 +161,11 @@ impl Instance {
             mem: read.number(a::MEM),
             github_url: read.text(a::GITHUB_URL),
             sealed: read.text(a::SEALED),
+            leaving: read.text(a::LEAVING),
+            initial_run_id: read.text(a::INITIAL_RUN_ID),
+            claims: read.number(a::CLAIMS),
+            failure_reason: read.text(a::FAILURE_REASON),
+            failure_message: read.text(a::FAILURE_MESSAGE),
             instance_id: read.id,
         })
     }
@@ -248,6 +271,11 @@ mod tests {
             mem: 4096,
             github_url: "https://github.com/acme".into(),
             sealed: "c2VhbGVk".into(),
+            leaving: "7889".into(),
+            initial_run_id: "7000".into(),
+            claims: 3,
+            failure_reason: "heartbeat_stale".into(),
+            failure_message: "silent".into(),
         }
     }
 

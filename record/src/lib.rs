@@ -4,12 +4,14 @@
 //! `INSTANCE` records, the agent on the instance writes `Heartbeat` and `WS` (worker signal) records, and each reads
 //! the other's. This crate is the one description of those records and of the messages in the idle pool.
 
+mod config;
 mod item;
 mod message;
 mod seal;
 mod state;
 mod time;
 
+pub use config::{AgentConfig, EXPIRY_SLACK, HEARTBEAT, POLL};
 pub use item::{Heartbeat, Instance, ItemError, WorkerSignal, attribute, key};
 pub use message::{Discard, IdleMessage};
 pub use seal::{KeyPair, PublicKey, SealError};

@@ -24,6 +24,7 @@ use super::{
     derive = "PartialEq",
     cel,
     shortname = "rclaim",
+    shortname = "rclaims",
     category = "paddock",
     doc = "A workflow's request for runners. It is Ready when all of them are registered with GitHub; deleting it releases them.",
     selectable = ".spec.pool",

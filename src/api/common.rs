@@ -28,7 +28,8 @@ pub(super) mod pattern {
     pub const LOGIN: &str = "^[A-Za-z0-9][-_A-Za-z0-9]*$";
     pub const REPOSITORY: &str = "^[-._A-Za-z0-9]+$";
     pub const FULL_REPOSITORY: &str = "^[A-Za-z0-9][-_A-Za-z0-9]*/[-._A-Za-z0-9]+$";
-    pub const HTTP_URL: &str = r"^https?://[^\s/?#]+[^\s]*$";
+    /// An address of characters that RFC 3986 knows: no quotes, no spaces.
+    pub const HTTP_URL: &str = r"^https?://[-A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%]+$";
     pub const SHA256: &str = "^[0-9a-f]{64}$";
     pub const AMI: &str = "^ami-([0-9a-f]{8}|[0-9a-f]{17})$";
     pub const SUBNET: &str = "^subnet-([0-9a-f]{8}|[0-9a-f]{17})$";
@@ -40,9 +41,9 @@ pub(super) mod pattern {
     /// An instance type in which `*` stands for any text, as `CreateFleet` reads it.
     pub const INSTANCE_TYPES: &str = "^[a-z0-9*][-.a-z0-9*]*$";
     pub const VERSION: &str = r"^[0-9]+\.[0-9]+\.[0-9]+$";
-    /// A container image: no whitespace is all that every registry agrees on.
-    pub const IMAGE: &str = r"^[^\s]+$";
-    pub const DURATION: &str = "^([0-9]{1,8}h)?([0-9]{1,8}m)?([0-9]{1,8}s)?$";
+    /// A container image: one printable word is all that every registry agrees on.
+    pub const IMAGE: &str = "^[!-~]+$";
+    pub const DURATION: &str = "^([0-9]{1,8}[hms])+$";
     pub const QUANTITY: &str = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$";
 }
 
@@ -99,7 +100,7 @@ impl FromStr for Duration {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let wrong = || format!("`{text}` is not a duration such as 30s, 10m, 6h or 1h30m");
-        let (mut rest, mut seconds, mut largest) = (text, 0u64, u64::MAX);
+        let (mut rest, mut seconds) = (text, 0u64);
         while let Some(digits) = rest.find(|c: char| !c.is_ascii_digit()) {
             let number: u64 = rest[..digits].parse().map_err(|_| wrong())?;
             let unit = match rest.as_bytes()[digits] {
@@ -108,14 +109,10 @@ impl FromStr for Duration {
                 b's' => 1,
                 _ => return Err(wrong()),
             };
-            if unit >= largest {
-                return Err(wrong());
-            }
-            largest = unit;
             seconds = number.checked_mul(unit).and_then(|more| seconds.checked_add(more)).ok_or_else(wrong)?;
             rest = &rest[digits + 1..];
         }
-        if largest == u64::MAX || !rest.is_empty() { Err(wrong()) } else { Ok(Self(seconds)) }
+        if text.is_empty() || !rest.is_empty() { Err(wrong()) } else { Ok(Self(seconds)) }
     }
 }
 
@@ -137,13 +134,15 @@ impl JsonSchema for Duration {
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        // A text that is no duration fails the pattern; without the first part it would fail the rule too, with a
+        // conversion error that nobody wants to read.
+        let (pattern, least, most) = (pattern::DURATION, "duration('1s')", "duration('8784h')");
         json_schema!({
             "type": "string",
-            "pattern": pattern::DURATION,
-            "minLength": 2,
+            "pattern": pattern,
             "maxLength": 27,
             "x-kubernetes-validations": [{
-                "rule": "duration(self) >= duration('1s') && duration(self) <= duration('8784h')",
+                "rule": format!("!self.matches('{pattern}') || duration(self) >= {least} && duration(self) <= {most}"),
                 "message": "must be between 1s and 8784h (366 days)",
             }],
         })

@@ -18,6 +18,7 @@ use super::{board::BoardPool, common::conditions_schema, ec2::Ec2Pool};
     derive = "PartialEq",
     cel,
     shortname = "rpool",
+    shortname = "rpools",
     category = "paddock",
     doc = "A supply of GitHub Actions runners: warm EC2 machines that are reused across workflows, or boards of the cluster that run one pod per job.",
     validation = Rule::new("size(self.metadata.name) <= 40 && !self.metadata.name.contains('.')")

@@ -52,6 +52,13 @@ use super::{
         priority = 1
     ),
     printcolumn(
+        name = "Zone",
+        type_ = "string",
+        json_path = ".status.instance.zone",
+        description = "Its availability zone",
+        priority = 1
+    ),
+    printcolumn(
         name = "Heartbeat",
         type_ = "string",
         json_path = ".status.heartbeat.state",
@@ -60,7 +67,7 @@ use super::{
     ),
     printcolumn(
         name = "Until",
-        type_ = "date",
+        type_ = "string",
         json_path = ".status.threshold",
         description = "When it is terminated unless its state changes",
         priority = 1
@@ -199,7 +206,7 @@ pub struct WorkerStatus {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pod: Option<PodPlace>,
 
-    /// Where it runs, in one text for `kubectl get`: a machine's type and zone, or a pod's node.
+    /// Where it runs, in one text for `kubectl get`: a machine's type and the end of its zone, or a pod's node.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 320))]
     pub location: Option<String>,
@@ -237,7 +244,8 @@ pub struct WorkerStatus {
 impl WorkerStatus {
     /// Sets the machine and the text that `kubectl get` shows for it.
     pub fn set_instance(&mut self, instance: Instance) {
-        self.location = Some(format!("{} {}", instance.type_, instance.zone));
+        let zone = instance.zone.rsplit('-').next().unwrap_or_default();
+        self.location = Some(format!("{} {zone}", instance.type_));
         self.instance = Some(instance);
     }
 

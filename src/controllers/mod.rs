@@ -1,0 +1,161 @@
+//! Wiring: each controller watches, asks [`crate::plan`] what to do, and does it through [`crate::effects`].
+
+pub mod claim;
+mod instances;
+mod mirror;
+pub mod pickup;
+pub mod pool;
+pub mod status;
+mod timers;
+
+use std::{fmt::Debug, future::Future, sync::Arc, time::Duration};
+
+use anyhow::Result;
+use futures::{StreamExt, TryFutureExt};
+use kube::{
+    Client, Resource,
+    runtime::{
+        controller::{Action, Controller},
+        events::{Event, EventType, Recorder, Reporter},
+        reflector::ObjectRef,
+    },
+};
+use paddock_record::table_name;
+use serde::de::DeserializeOwned;
+use tokio_util::sync::CancellationToken;
+
+use self::{pickup::Pickups, timers::Timers};
+use crate::{
+    effects::{
+        aws::Clients, credentials::CredentialStore, fence::Fence, github::GitHub, ledger::Ledger, machines::Machines,
+        queues::Queues, records::Records,
+    },
+    metrics::{ControllerLabel, Metrics},
+    settings::Settings,
+    stores::Stores,
+};
+
+/// What every controller works with.
+pub struct Context {
+    pub settings: Settings,
+    /// Writes only while this replica leads.
+    pub client: Client,
+    pub stores: Stores,
+    pub metrics: Metrics,
+    pub github: GitHub,
+    pub credentials: CredentialStore,
+    pub ledger: Ledger,
+    pub queues: Queues,
+    pub machines: Machines,
+    pub pickups: Arc<Pickups>,
+    pub timers: Timers,
+    events: Recorder,
+}
+
+impl Context {
+    pub async fn new(settings: Settings, client: Client, fence: &Fence, stores: Stores, metrics: Metrics) -> Self {
+        let reporter = Reporter { controller: "paddock".into(), instance: std::env::var("HOSTNAME").ok() };
+        let aws = Clients::new(fence).await;
+        let queues = Queues::new(aws.sqs);
+        Self {
+            github: GitHub::new(&settings.github_api_url, fence.clone()),
+            credentials: CredentialStore::new(client.clone()),
+            ledger: Ledger::new(Records::new(aws.dynamodb, table_name(&settings.cluster_name))),
+            machines: Machines::new(aws.ec2),
+            pickups: Pickups::new(queues.clone(), metrics.clone()),
+            queues,
+            timers: Timers::default(),
+            events: Recorder::new(client.clone(), reporter),
+            settings,
+            client,
+            stores,
+            metrics,
+        }
+    }
+
+    /// Publishes an event about `object`; one that cannot be published is not worth failing for.
+    pub async fn event<K>(&self, object: &K, type_: EventType, action: &str, reason: &str, note: String)
+    where
+        K: Resource<DynamicType = ()>,
+    {
+        let event = Event { type_, reason: reason.into(), note: Some(note), action: action.into(), secondary: None };
+        if let Err(error) = self.events.publish(&event, &object.object_ref(&())).await {
+            tracing::warn!(%error, reason, "an event could not be published");
+        }
+    }
+}
+
+/// How often everything is read anew, which also judges who has been silent for too long.
+const RELOAD: Duration = Duration::from_secs(30);
+
+/// Runs every controller until `stop`.
+pub async fn run(context: Arc<Context>, stop: CancellationToken) {
+    let reload = async {
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = tokio::time::sleep(RELOAD) => {}
+            }
+            if context.ledger.is_loaded()
+                && let Err(error) = context.ledger.reload().await
+            {
+                tracing::warn!(%error, "the records could not be read");
+            }
+        }
+    };
+    tokio::join!(
+        reload,
+        context.ledger.listen(stop.clone()),
+        pool::run(context.clone(), stop.clone()),
+        claim::run(context.clone(), stop.clone()),
+    );
+}
+
+/// Runs one controller until `stop`, its outcomes counted and its failures logged.
+pub async fn drive<K, F>(
+    name: &'static str,
+    controller: Controller<K>,
+    context: Arc<Context>,
+    stop: CancellationToken,
+    mut reconcile: impl FnMut(Arc<K>, Arc<Context>) -> F,
+) where
+    K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
+    F: Future<Output = Result<Action>> + Send + 'static,
+{
+    let label = ControllerLabel { controller: name };
+    let metrics = context.metrics.clone();
+    controller
+        .graceful_shutdown_on(stop.cancelled_owned())
+        .run(
+            move |object, context| reconcile(object, context).map_err(Failed),
+            move |_, _, _| Action::requeue(RETRY),
+            context,
+        )
+        .for_each(|outcome| {
+            metrics.reconciles.get_or_create(&label).inc();
+            match outcome {
+                Ok(_) => {}
+                // Gone before its turn came: nothing to do.
+                Err(kube::runtime::controller::Error::ObjectNotFound(_)) => {}
+                Err(error) => {
+                    metrics.reconcile_errors.get_or_create(&label).inc();
+                    tracing::warn!(controller = name, %error, "reconciliation failed");
+                }
+            }
+            std::future::ready(())
+        })
+        .await;
+}
+
+/// What stopped a reconciliation; `anyhow` gathers the causes, the runtime wants an error type.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:#}")]
+struct Failed(anyhow::Error);
+
+/// How long a failed reconciliation waits; what failed is mostly somebody else's outage.
+const RETRY: Duration = Duration::from_secs(5);
+
+/// The object that a name in `namespace` stands for.
+pub fn reference<K: Resource<DynamicType = ()>>(namespace: &str, name: &str) -> ObjectRef<K> {
+    ObjectRef::new(name).within(namespace)
+}

@@ -1,0 +1,364 @@
+//! EC2 pools: what they need at AWS, their machines' upkeep, and what they show.
+
+use std::{sync::Arc, time::Duration};
+
+use anyhow::{Context as _, Result};
+use base64::{Engine, prelude::BASE64_STANDARD};
+use futures::StreamExt;
+use jiff::Timestamp;
+use kube::{
+    Api, ResourceExt,
+    runtime::{
+        controller::{Action, Controller},
+        events::EventType,
+        finalizer::{Event as Finalize, finalizer},
+    },
+};
+use paddock_record::{AgentConfig, Instance, State};
+use tokio_util::sync::CancellationToken;
+
+use super::{Context, drive, mirror, reference, status};
+use crate::{
+    api::{
+        Ec2Pool, FINALIZER, FailureReason, Hardware, LaunchTemplate, PoolKind, PoolReason, Queue, RunnerPool,
+        RunnerPoolStatus, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL, ready_condition, set_condition,
+    },
+    effects::{aws::AwsError, records::Outcome},
+    plan::{
+        fleet::{FleetRequest, client_token, pool_key, queue_name, template},
+        instance::{Tracked, Upkeep, upkeep},
+        pickup::Needs,
+        user_data::user_data,
+    },
+};
+
+/// How long a pool goes without a look when nothing happens: an instance outlives its threshold by no more.
+pub const REFRESH: Duration = Duration::from_secs(10);
+/// How often AWS is compared with what it should be.
+const VERIFY: Duration = Duration::from_secs(300);
+/// How often EC2 and the queues are compared with the records.
+const SWEEP: Duration = Duration::from_secs(30);
+/// An instance without a record is an orphan only once its record had time to be written.
+const ORPHAN_AGE: jiff::SignedDuration = jiff::SignedDuration::from_secs(60);
+/// Machines ended in one sweep, so that a wrong clock cannot empty the fleet.
+const MAX_ENDS: usize = 20;
+
+pub async fn run(context: Arc<Context>, stop: CancellationToken) {
+    let changed = context.ledger.changes().filter_map(|change| {
+        std::future::ready(change.pool.split_once('/').map(|(namespace, name)| reference(namespace, name)))
+    });
+    let stores = &context.stores;
+    let controller =
+        Controller::for_shared_stream(stores.pools.stream(), stores.pools.store.clone()).reconcile_on(changed);
+    drive("pool", controller, context.clone(), stop, reconcile).await;
+}
+
+async fn reconcile(pool: Arc<RunnerPool>, context: Arc<Context>) -> Result<Action> {
+    let Some(Hardware::Ec2(_)) = pool.spec.hardware() else { return Ok(Action::await_change()) };
+    let api: Api<RunnerPool> = Api::namespaced(context.client.clone(), &pool.namespace().unwrap_or_default());
+    let work = finalizer(&api, FINALIZER, pool, |event| async {
+        match event {
+            Finalize::Apply(pool) => refresh(&context, &pool).await,
+            Finalize::Cleanup(pool) => remove(&context, &pool).await,
+        }
+        .map_err(Failure)
+    });
+    Ok(work.await?)
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("{0:#}")]
+struct Failure(anyhow::Error);
+
+/// Observe, keep up, show.
+async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
+    let Some(ec2) = &pool.spec.ec2 else { return Ok(Action::await_change()) };
+    let key = pool_key(&pool.namespace().unwrap_or_default(), &pool.name_any());
+    let mut new = pool.status.clone().unwrap_or_default();
+    new.kind = Some(PoolKind::Ec2);
+    new.observed_generation = pool.metadata.generation;
+    let timer = format!("prepare {key} {}", pool.metadata.generation.unwrap_or_default());
+    let prepared = match new.launch_template.is_some() && !context.timers.due(&timer, VERIFY) {
+        true => Ok(()),
+        false => prepare(context, pool, ec2, &mut new).await.inspect_err(|_| context.timers.reset(&timer)),
+    };
+    let (reason, message) = match prepared {
+        Ok(()) => match keep_up(context, pool, ec2, &key, &new).await {
+            Ok(()) => (PoolReason::Ready, "the pool serves claims".to_owned()),
+            Err(trouble) => trouble,
+        },
+        Err(trouble) => trouble,
+    };
+    let instances = context.ledger.of_pool(&key);
+    mirror::mirror(context, pool, ec2, &instances).await?;
+    new.workers = mirror::counts(&instances);
+    let ready = reason == PoolReason::Ready;
+    let condition = ready_condition(ready, reason, message, pool.metadata.generation, Timestamp::now());
+    set_condition(&mut new.conditions, condition);
+    status::apply(&context.client, pool, pool.status.as_ref(), &new).await?;
+    Ok(Action::requeue(REFRESH))
+}
+
+type Trouble = (PoolReason, String);
+
+fn at_aws(error: AwsError) -> Trouble {
+    let reason = match error {
+        AwsError::Denied { .. } => PoolReason::AwsDenied,
+        AwsError::Throttled { .. } | AwsError::Unreachable { .. } => PoolReason::AwsUnavailable,
+        AwsError::Refused { .. } => PoolReason::InvalidSpec,
+    };
+    (reason, error.to_string())
+}
+
+/// Table, queues and launch template, made or mended; asked for anew when the spec changed or some time has passed.
+async fn prepare(
+    context: &Context,
+    pool: &RunnerPool,
+    ec2: &Ec2Pool,
+    new: &mut RunnerPoolStatus,
+) -> Result<(), Trouble> {
+    let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
+    let key = pool_key(&namespace, &name);
+    let cluster = &context.settings.cluster_name;
+    if !context.ledger.load().await.map_err(at_aws)? {
+        return Err((PoolReason::Preparing, "the DynamoDB table is being created".into()));
+    }
+    let mut queues = Vec::new();
+    for class in &ec2.resource_classes {
+        let queue = queue_name(cluster, &namespace, &name, &class.name);
+        let url = context.queues.ensure(&queue).await.map_err(at_aws)?;
+        queues.push(Queue { resource_class: class.name.clone(), url });
+    }
+    new.queues = queues;
+    let config = AgentConfig {
+        pre_runner_script: ec2.pre_runner_script.clone().unwrap_or_default(),
+        scrub_script: ec2.reuse.scrub_script.clone(),
+        runner_version: Some(ec2.runner_version.clone()),
+        ..AgentConfig::new(cluster, &key, ec2.lifetimes.created.into())
+    };
+    let script = user_data(&config, &ec2.agent.url, &ec2.agent.sha256)
+        .map_err(|error| (PoolReason::UserDataTooLarge, error.to_string()))?;
+    let wanted = template(cluster, &namespace, &name, ec2, BASE64_STANDARD.encode(script));
+    new.launch_template = Some(context.machines.ensure_template(&wanted).await.map_err(at_aws)?);
+    Ok(())
+}
+
+/// Moves machines that no claim moves, ends those whose time is up, and keeps enough of them warm.
+async fn keep_up(
+    context: &Context,
+    pool: &RunnerPool,
+    ec2: &Ec2Pool,
+    key: &str,
+    new: &RunnerPoolStatus,
+) -> Result<(), Trouble> {
+    let now = Timestamp::now();
+    let mut ends = 0;
+    for tracked in context.ledger.of_pool(key) {
+        match upkeep(&tracked, ec2, now) {
+            Upkeep::Leave => {}
+            Upkeep::Warm => pool_warm(context, &tracked, ec2, new).await.map_err(at_aws)?,
+            Upkeep::Offer => offer(context, &tracked, new).await.map_err(at_aws)?,
+            Upkeep::End(..) if ends >= MAX_ENDS => {}
+            Upkeep::End(reason, why) => {
+                ends += 1;
+                let id = &tracked.record.instance_id;
+                context.event(pool, EventType::Warning, "Refresh", "WorkerEnded", format!("{id}: {why}")).await;
+                context.end_instance(id, reason, &why).await.map_err(at_aws)?;
+            }
+        }
+        let retention = jiff::SignedDuration::try_from(context.settings.retention).unwrap_or(jiff::SignedDuration::MAX);
+        let record = &tracked.record;
+        if record.state == State::Terminated && now.duration_since(record.updated_at) > retention {
+            context.ledger.forget(&record.instance_id).await.map_err(at_aws)?;
+        }
+    }
+    if context.timers.due(&format!("sweep {key}"), SWEEP) {
+        sweep(context, key).await.map_err(at_aws)?;
+        restore_offers(context, key, new).await.map_err(at_aws)?;
+    }
+    keep_warm(context, pool, ec2, key, new).await
+}
+
+/// A warm machine goes created → running → idle, for a run of nobody's, and is offered.
+async fn pool_warm(
+    context: &Context,
+    tracked: &Tracked,
+    ec2: &Ec2Pool,
+    new: &RunnerPoolStatus,
+) -> Result<(), AwsError> {
+    let now = Timestamp::now();
+    let mut record = tracked.record.clone();
+    for state in [State::Running, State::Idle] {
+        if record.state.may_become(state) {
+            let threshold = Some(ec2.lifetimes.idle.after(now));
+            let next = Instance { state, threshold, updated_at: now, ..record.clone() };
+            match context.ledger.advance(&record, &next, now).await? {
+                Outcome::Won(won) => record = won,
+                Outcome::Lost(_) => return Ok(()),
+            }
+        }
+    }
+    send_offer(context, &Tracked { record, vitals: tracked.vitals.clone() }, new).await
+}
+
+/// The message first, then the record: a crash in between sends it again, and a second message does no harm.
+async fn offer(context: &Context, tracked: &Tracked, new: &RunnerPoolStatus) -> Result<(), AwsError> {
+    send_offer(context, tracked, new).await?;
+    let next = Instance { leaving: String::new(), sealed: String::new(), ..tracked.record.clone() };
+    context.ledger.advance(&tracked.record, &next, Timestamp::now()).await.map(drop)
+}
+
+async fn send_offer(context: &Context, tracked: &Tracked, new: &RunnerPoolStatus) -> Result<(), AwsError> {
+    match new.queues.iter().find(|queue| queue.resource_class == tracked.record.resource_class) {
+        Some(queue) => context.queues.send(&queue.url, &tracked.idle_message().write()).await,
+        // Its class was taken out of the pool: nobody can claim it, and its time runs out.
+        None => Ok(()),
+    }
+}
+
+/// Offers every idle machine again where a queue has fewer messages than there are machines.
+async fn restore_offers(context: &Context, key: &str, new: &RunnerPoolStatus) -> Result<(), AwsError> {
+    for queue in &new.queues {
+        let idle: Vec<_> = context
+            .ledger
+            .of_pool(key)
+            .into_iter()
+            .filter(|tracked| {
+                let record = &tracked.record;
+                record.state == State::Idle
+                    && record.leaving.is_empty()
+                    && record.resource_class == queue.resource_class
+            })
+            .collect();
+        if !idle.is_empty() && (context.queues.size(&queue.url).await? as usize) < idle.len() {
+            for tracked in &idle {
+                context.queues.send(&queue.url, &tracked.idle_message().write()).await?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Instances that carry our tag and have no live record are nobody's: they end. Records whose instance is gone end too.
+async fn sweep(context: &Context, key: &str) -> Result<(), AwsError> {
+    let now = Timestamp::now();
+    let described = context.machines.tagged(TAG_POOL, key).await?;
+    let cluster = |d: &crate::effects::machines::Described| {
+        d.tags.iter().any(|(name, value)| name == TAG_CLUSTER && *value == context.settings.cluster_name)
+    };
+    let orphans: Vec<_> = described
+        .iter()
+        .filter(|d| !d.gone && cluster(d))
+        .filter(|d| match context.ledger.get(&d.id) {
+            Some(tracked) => tracked.record.state == State::Terminated,
+            None => d.launched_at.is_none_or(|launched| now.duration_since(launched) > ORPHAN_AGE),
+        })
+        .map(|d| d.id.clone())
+        .take(MAX_ENDS)
+        .collect();
+    if !orphans.is_empty() {
+        tracing::warn!(?orphans, "ending instances that have no live record");
+        context.machines.terminate(&orphans).await?;
+    }
+    for tracked in context.ledger.of_pool(key) {
+        let record = &tracked.record;
+        let young = now.duration_since(record.updated_at) < ORPHAN_AGE;
+        let alive = described.iter().any(|d| d.id == record.instance_id && !d.gone);
+        if record.state != State::Terminated && !alive && !young {
+            let why = "EC2 does not have the instance any more";
+            context.end_instance(&record.instance_id, FailureReason::InstanceGone, why).await?;
+        }
+    }
+    Ok(())
+}
+
+async fn keep_warm(
+    context: &Context,
+    pool: &RunnerPool,
+    ec2: &Ec2Pool,
+    key: &str,
+    new: &RunnerPoolStatus,
+) -> Result<(), Trouble> {
+    let there = context.ledger.of_pool(key);
+    let live = there.iter().filter(|tracked| tracked.record.state != State::Terminated).count() as u32;
+    let idle = there.iter().filter(|tracked| {
+        tracked.record.state == State::Idle
+            || (tracked.record.run_id.is_empty() && tracked.record.state == State::Created)
+    });
+    let missing = ec2.min_idle.saturating_sub(idle.count() as u32).min(ec2.max_instances.saturating_sub(live));
+    let (Some(class), Some(template), 1..) = (ec2.default_resource_class(), &new.launch_template, missing) else {
+        return Ok(());
+    };
+    let needs = Needs {
+        usage_class: ec2.defaults.usage_class,
+        resource_class: class.name.clone(),
+        cpu: class.cpu,
+        memory_mib: class.memory_mib,
+        allowed_instance_types: ec2.defaults.allowed_instance_types.clone(),
+    };
+    let now = Timestamp::now();
+    let request = FleetRequest {
+        // A crash before the records are written leaves orphans, which the sweep ends.
+        client_token: client_token(&format!("{}{now}", pool.uid().unwrap_or_default()), 0),
+        template: LaunchTemplate::clone(template),
+        count: missing,
+        usage_class: needs.usage_class,
+        cpu: needs.cpu,
+        memory_mib: needs.memory_mib,
+        allowed_instance_types: needs.allowed_instance_types.clone(),
+        subnet_ids: ec2.subnet_ids.clone(),
+        tags: vec![
+            (TAG_CLUSTER.into(), context.settings.cluster_name.clone()),
+            (TAG_POOL.into(), key.to_owned()),
+            (TAG_INITIAL_RUN_ID.into(), String::new()),
+        ],
+    };
+    let outcome = context.machines.create_fleet(&request).await.map_err(at_aws)?;
+    for launched in &outcome.launched {
+        let record = context.new_instance(launched, key, ec2, &needs, "", "", now);
+        context.ledger.create(&record).await.map_err(at_aws)?;
+    }
+    if outcome.launched.is_empty() {
+        let causes = outcome.causes.join("; ");
+        return Err((PoolReason::AwsUnavailable, format!("EC2 gave none of {missing} warm machines: {causes}")));
+    }
+    Ok(())
+}
+
+/// A deleted pool waits for its claims, then ends its machines and takes down what it had at AWS.
+async fn remove(context: &Context, pool: &RunnerPool) -> Result<Action> {
+    let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
+    let key = pool_key(&namespace, &name);
+    let claims = context.stores.claims.store.state_filter(|claim| {
+        claim.namespace().as_deref() == Some(&namespace)
+            && claim.spec.pool.as_deref() == Some(&name)
+            && !claim.status.as_ref().and_then(|status| status.phase).is_some_and(|phase| phase.is_over())
+    });
+    if !claims.is_empty() {
+        let mut new = pool.status.clone().unwrap_or_default();
+        let message = format!("waiting for {} claims to be deleted or to end", claims.len());
+        let condition =
+            ready_condition(false, PoolReason::Deleting, &message, pool.metadata.generation, Timestamp::now());
+        set_condition(&mut new.conditions, condition);
+        status::apply(&context.client, pool, pool.status.as_ref(), &new).await?;
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        anyhow::bail!("pool {key}: {message}");
+    }
+    for tracked in context.ledger.of_pool(&key) {
+        if tracked.record.state != State::Terminated {
+            let why = "its pool was deleted";
+            context.end_instance(&tracked.record.instance_id, FailureReason::CreationAborted, why).await?;
+        }
+        context.ledger.forget(&tracked.record.instance_id).await?;
+    }
+    let described = context.machines.tagged(TAG_POOL, &key).await?;
+    let left: Vec<_> = described.into_iter().filter(|d| !d.gone).map(|d| d.id).collect();
+    context.machines.terminate(&left).await?;
+    let cluster = &context.settings.cluster_name;
+    for queue in pool.status.iter().flat_map(|status| &status.queues) {
+        context.queues.remove(&queue.url).await?;
+    }
+    let ec2 = pool.spec.ec2.as_ref().context("an EC2 pool")?;
+    context.machines.remove_template(&template(cluster, &namespace, &name, ec2, String::new()).name).await?;
+    Ok(Action::await_change())
+}

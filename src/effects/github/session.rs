@@ -1,0 +1,257 @@
+//! Who asks GitHub: clients, installation tokens, and pauses that GitHub asked for.
+
+use std::{
+    collections::HashMap,
+    hash::Hash,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use axum::http::Method;
+use jiff::{SignedDuration, Timestamp};
+use octocrab::{Octocrab, service::middleware::retry::RetryConfig};
+use secrecy::{ExposeSecret, SecretString};
+use serde::{Deserialize, de::DeserializeOwned};
+use serde_json::Value;
+
+use super::error::GitHubError;
+use crate::{
+    effects::{
+        credentials::{Auth, Credentials},
+        fence::Fence,
+    },
+    plan::entity::Scope,
+};
+
+/// The longest that one call may take; GitHub itself gives up after 10 s.
+const CALL_TIMEOUT: Duration = Duration::from_secs(20);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Installation tokens live an hour.
+const TOKEN_LIFE: SignedDuration = SignedDuration::from_mins(59);
+
+/// Whom GitHub's limits count for: an App by itself, one of its installations, or a token.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Account {
+    fingerprint: String,
+    installation: Option<u64>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Pause {
+    until: Option<Timestamp>,
+    strikes: u32,
+}
+
+struct Token {
+    text: SecretString,
+    until: Timestamp,
+}
+
+/// One slot per key; whoever finds it empty fills it while the others wait.
+type Flights<K, V> = Mutex<HashMap<K, Arc<tokio::sync::Mutex<Option<V>>>>>;
+
+pub(super) fn flight<K: Hash + Eq, V>(flights: &Flights<K, V>, key: K) -> Arc<tokio::sync::Mutex<Option<V>>> {
+    flights.lock().unwrap_or_else(PoisonError::into_inner).entry(key).or_default().clone()
+}
+
+pub(super) struct Sessions {
+    api_url: String,
+    fence: Fence,
+    /// By fingerprint: an App's own client, or a token's.
+    clients: Mutex<HashMap<String, Octocrab>>,
+    tokens: Flights<Account, Token>,
+    /// Installations found by owner.
+    installations: Flights<(String, String), u64>,
+    pauses: Mutex<HashMap<Account, Pause>>,
+}
+
+impl Sessions {
+    pub fn new(api_url: String, fence: Fence) -> Self {
+        Self {
+            api_url,
+            fence,
+            clients: Mutex::default(),
+            tokens: Flights::default(),
+            installations: Flights::default(),
+            pauses: Mutex::default(),
+        }
+    }
+
+    /// One call in the name of whoever may act for `scope`. A refused token was not used for anything, so that the call
+    /// is repeated once with a new one; nothing else is ever repeated here, because the answer to a creation may have
+    /// been lost.
+    pub async fn call<T: DeserializeOwned>(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        method: Method,
+        route: &str,
+        body: Option<&Value>,
+    ) -> Result<T, GitHubError> {
+        let (client, account) = self.session(credentials, scope).await?;
+        let outcome = self.send(&client, &account, method.clone(), route, body).await;
+        match (outcome, account.installation) {
+            (Err(GitHubError::Unauthorized(_)), Some(_)) => {
+                *flight(&self.tokens, account.clone()).lock().await = None;
+                let (client, account) = self.session(credentials, scope).await?;
+                self.send(&client, &account, method, route, body).await
+            }
+            (outcome, _) => outcome,
+        }
+    }
+
+    async fn session(&self, credentials: &Credentials, scope: &Scope) -> Result<(Octocrab, Account), GitHubError> {
+        let base = self.client(credentials)?;
+        let own = Account { fingerprint: credentials.fingerprint.clone(), installation: None };
+        let Auth::App { installation, .. } = &credentials.auth else { return Ok((base, own)) };
+        let installation = match installation {
+            Some(id) => *id,
+            None => self.find_installation(&base, &own, scope).await?,
+        };
+        let account = Account { installation: Some(installation), ..own.clone() };
+        let slot = flight(&self.tokens, account.clone());
+        let mut token = slot.lock().await;
+        let usable = token.as_ref().filter(|token| Timestamp::now() < token.until);
+        let text = match usable {
+            Some(token) => token.text.clone(),
+            None => {
+                let fresh = self.new_token(&base, &own, scope, installation).await?;
+                let text = fresh.text.clone();
+                *token = Some(fresh);
+                text
+            }
+        };
+        let client = base.user_access_token(text).map_err(unavailable)?;
+        Ok((client, account))
+    }
+
+    async fn new_token(
+        &self,
+        app: &Octocrab,
+        own: &Account,
+        scope: &Scope,
+        installation: u64,
+    ) -> Result<Token, GitHubError> {
+        #[derive(Deserialize)]
+        struct Answer {
+            token: String,
+            expires_at: Timestamp,
+        }
+        let asked = Timestamp::now();
+        let route = format!("/app/installations/{installation}/access_tokens");
+        let answer = self.send::<Answer>(app, own, Method::POST, &route, None).await;
+        if let Err(GitHubError::NotFound(_)) = answer {
+            // The App was removed and installed anew: look the installation up again.
+            *flight(&self.installations, (own.fingerprint.clone(), scope.owner().to_lowercase())).lock().await = None;
+        }
+        let answer = answer?;
+        let until = (asked + TOKEN_LIFE).min(answer.expires_at - SignedDuration::from_mins(1));
+        Ok(Token { text: answer.token.into(), until })
+    }
+
+    async fn find_installation(&self, app: &Octocrab, own: &Account, scope: &Scope) -> Result<u64, GitHubError> {
+        #[derive(Deserialize)]
+        struct Answer {
+            id: u64,
+        }
+        let slot = flight(&self.installations, (own.fingerprint.clone(), scope.owner().to_lowercase()));
+        let mut known = slot.lock().await;
+        if let Some(id) = *known {
+            return Ok(id);
+        }
+        let route = format!("{}/installation", scope.route());
+        let found: Answer = self.send(app, own, Method::GET, &route, None).await.map_err(|error| match error {
+            GitHubError::NotFound(_) => GitHubError::NotFound(format!("the App is not installed for {scope}")),
+            error => error,
+        })?;
+        *known = Some(found.id);
+        Ok(found.id)
+    }
+
+    fn client(&self, credentials: &Credentials) -> Result<Octocrab, GitHubError> {
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(client) = clients.get(&credentials.fingerprint) {
+            return Ok(client.clone());
+        }
+        let builder = Octocrab::builder()
+            .base_uri(self.api_url.as_str())
+            .map_err(unavailable)?
+            .add_retry_config(RetryConfig::None)
+            .set_connect_timeout(Some(CONNECT_TIMEOUT));
+        let client = match &credentials.auth {
+            Auth::App { id, key, .. } => builder.app(*id, key.clone()),
+            Auth::Token(token) => builder.personal_token(token.expose_secret().to_owned()),
+        };
+        let client = client.build().map_err(unavailable)?;
+        clients.insert(credentials.fingerprint.clone(), client.clone());
+        Ok(client)
+    }
+
+    /// One request: not while GitHub wants a pause, no write without the lease, never for longer than [`CALL_TIMEOUT`].
+    async fn send<T: DeserializeOwned>(
+        &self,
+        client: &Octocrab,
+        account: &Account,
+        method: Method,
+        route: &str,
+        body: Option<&Value>,
+    ) -> Result<T, GitHubError> {
+        let strikes = self.pass(account)?;
+        if method != Method::GET {
+            self.fence.check()?;
+        }
+        let exchange = async {
+            let answer = match method {
+                Method::POST => client._post(route, body).await,
+                Method::DELETE => client._delete(route, body).await,
+                _ => client._get(route).await,
+            };
+            let answer = answer.map_err(unavailable)?;
+            let (status, headers) = (answer.status(), answer.headers().clone());
+            let text = client.body_to_string(answer).await.map_err(unavailable)?;
+            Ok::<_, GitHubError>((status, headers, text))
+        };
+        let (status, headers, text) = tokio::time::timeout(CALL_TIMEOUT, exchange)
+            .await
+            .map_err(|_| GitHubError::Unavailable(format!("no answer within {} s", CALL_TIMEOUT.as_secs())))??;
+        if status.is_success() {
+            self.note(account, None);
+            let text = if text.is_empty() { "null" } else { &text };
+            return serde_json::from_str(text)
+                .map_err(|error| GitHubError::Unavailable(format!("an unexpected answer: {error}")));
+        }
+        let error = GitHubError::of(status, &headers, &text, strikes, Timestamp::now());
+        if let GitHubError::RateLimited { until } = error {
+            tracing::warn!(%until, route, "GitHub's rate limit is reached");
+            self.note(account, Some(until));
+        }
+        Err(error)
+    }
+
+    /// The strikes so far, or when the pause is over.
+    fn pass(&self, account: &Account) -> Result<u32, GitHubError> {
+        let pauses = self.pauses.lock().unwrap_or_else(PoisonError::into_inner);
+        let pause = pauses.get(account).copied().unwrap_or_default();
+        match pause.until {
+            Some(until) if Timestamp::now() < until => Err(GitHubError::RateLimited { until }),
+            _ => Ok(pause.strikes),
+        }
+    }
+
+    fn note(&self, account: &Account, limited: Option<Timestamp>) {
+        let mut pauses = self.pauses.lock().unwrap_or_else(PoisonError::into_inner);
+        match limited {
+            None => drop(pauses.remove(account)),
+            Some(until) => {
+                let pause = pauses.entry(account.clone()).or_default();
+                *pause = Pause { until: Some(until), strikes: pause.strikes + 1 };
+            }
+        }
+    }
+}
+
+/// The cause without octocrab's backtraces; its requests carry no secret in their address.
+fn unavailable(error: octocrab::Error) -> GitHubError {
+    let cause = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+    GitHubError::Unavailable(cause.lines().next().unwrap_or("no answer").to_owned())
+}

@@ -1,0 +1,111 @@
+//! The pool of idle instances: one queue per resource class.
+//!
+//! A message is a hint that an instance is idle; the record decides. So a message is deleted only after its instance
+//! was claimed or found unfit, and one that comes twice, late or after its deletion does no harm.
+
+use std::time::Duration;
+
+use aws_sdk_sqs::{
+    Client,
+    types::{DeleteMessageBatchRequestEntry, QueueAttributeName},
+};
+
+use super::aws::{AwsError, word};
+
+/// How long a received message is hidden while its instance is being claimed. A crash shows it again after that.
+const CLAIM_TIME: Duration = Duration::from_secs(30);
+/// How long a message that fits nobody stays away, so that the queue is not spun through.
+pub const PUT_BACK_DELAY: Duration = Duration::from_secs(3);
+/// What one receive brings at most: the limit of SQS.
+pub const BATCH: usize = 10;
+
+#[derive(Clone)]
+pub struct Queues {
+    client: Client,
+}
+
+/// A message under our hand until its visibility runs out.
+#[derive(Debug, Clone)]
+pub struct Received {
+    pub receipt: String,
+    pub body: String,
+}
+
+impl Queues {
+    pub fn new(client: Client) -> Self {
+        Self { client }
+    }
+
+    /// Creates the queue unless it is there; gives its URL.
+    pub async fn ensure(&self, name: &str) -> Result<String, AwsError> {
+        let create = self
+            .client
+            .create_queue()
+            .queue_name(name)
+            .attributes(QueueAttributeName::VisibilityTimeout, CLAIM_TIME.as_secs().to_string());
+        let answer = create.send().await.map_err(word("CreateQueue"))?;
+        answer.queue_url.ok_or(AwsError::Unreachable { call: "CreateQueue", message: "the answer has no URL".into() })
+    }
+
+    pub async fn send(&self, url: &str, body: &str) -> Result<(), AwsError> {
+        self.client.send_message().queue_url(url).message_body(body).send().await.map_err(word("SendMessage")).map(drop)
+    }
+
+    /// One short poll.
+    pub async fn receive(&self, url: &str) -> Result<Vec<Received>, AwsError> {
+        let receive = self.client.receive_message().queue_url(url).max_number_of_messages(BATCH as i32);
+        let answer = receive.wait_time_seconds(0).send().await.map_err(word("ReceiveMessage"))?;
+        let messages = answer.messages.unwrap_or_default().into_iter();
+        let read = |message: aws_sdk_sqs::types::Message| {
+            Some(Received { receipt: message.receipt_handle?, body: message.body.unwrap_or_default() })
+        };
+        Ok(messages.filter_map(read).collect())
+    }
+
+    /// Shows a message to others again after `delay`.
+    pub async fn put_back(&self, url: &str, message: &Received, delay: Duration) -> Result<(), AwsError> {
+        let change = self.client.change_message_visibility().queue_url(url).receipt_handle(&message.receipt);
+        let seconds = i32::try_from(delay.as_secs()).unwrap_or(i32::MAX);
+        change.visibility_timeout(seconds).send().await.map_err(word("ChangeMessageVisibility")).map(drop)
+    }
+
+    pub async fn delete(&self, url: &str, messages: &[Received]) -> Result<(), AwsError> {
+        for batch in messages.chunks(BATCH) {
+            let entries = batch.iter().enumerate().map(|(index, message)| {
+                DeleteMessageBatchRequestEntry::builder()
+                    .id(index.to_string())
+                    .receipt_handle(&message.receipt)
+                    .build()
+                    .expect("id and receipt are set")
+            });
+            let delete = self.client.delete_message_batch().queue_url(url).set_entries(Some(entries.collect()));
+            delete.send().await.map_err(word("DeleteMessageBatch"))?;
+        }
+        Ok(())
+    }
+
+    /// How many messages there are, hidden and delayed ones too, give or take what SQS has not counted yet.
+    pub async fn size(&self, url: &str) -> Result<u32, AwsError> {
+        use QueueAttributeName::{
+            ApproximateNumberOfMessages as Visible, ApproximateNumberOfMessagesDelayed as Delayed,
+            ApproximateNumberOfMessagesNotVisible as Hidden,
+        };
+        let names = vec![Visible, Hidden, Delayed];
+        let get = self.client.get_queue_attributes().queue_url(url).set_attribute_names(Some(names));
+        let answer = get.send().await.map_err(word("GetQueueAttributes"))?;
+        Ok(answer.attributes.unwrap_or_default().values().filter_map(|text| text.parse::<u32>().ok()).sum())
+    }
+
+    pub async fn remove(&self, url: &str) -> Result<(), AwsError> {
+        match self.client.delete_queue().queue_url(url).send().await.map_err(word("DeleteQueue")) {
+            Err(error)
+                if !error
+                    .code()
+                    .is_some_and(|code| code.contains("NonExistentQueue") || code.contains("QueueDoesNotExist")) =>
+            {
+                Err(error)
+            }
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! The table of instances: the one arbiter of who owns what.
+
+use std::collections::HashMap;
+
+use aws_sdk_dynamodb::{
+    Client,
+    operation::update_item::UpdateItemError,
+    types::{
+        AttributeDefinition, AttributeValue, BillingMode, KeySchemaElement, KeyType, KeysAndAttributes, ReturnValue,
+        ReturnValuesOnConditionCheckFailure, ScalarAttributeType, TableStatus,
+    },
+};
+use jiff::Timestamp;
+use paddock_record::{Heartbeat, Instance, State, WorkerSignal, attribute as a, entity, key, stamp};
+
+use super::aws::{AwsError, word};
+use crate::plan::instance::Vitals;
+
+type Item = HashMap<String, AttributeValue>;
+
+/// `BatchGetItem` takes 100 keys; each instance has two.
+const INSTANCES_PER_READ: usize = 50;
+
+#[derive(Clone)]
+pub struct Records {
+    client: Client,
+    table: String,
+}
+
+/// How a conditional write ended. Losing is a normal outcome, and tells what is there instead.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Outcome {
+    Won(Instance),
+    Lost(Option<Instance>),
+}
+
+impl Records {
+    pub fn new(client: Client, table: String) -> Self {
+        Self { client, table }
+    }
+
+    /// Creates the table unless it is there; true once it can be used.
+    pub async fn ensure_table(&self) -> Result<bool, AwsError> {
+        let described =
+            self.client.describe_table().table_name(&self.table).send().await.map_err(word("DescribeTable"));
+        match described {
+            Ok(answer) => {
+                let status = answer.table.and_then(|table| table.table_status);
+                return Ok(matches!(status, Some(TableStatus::Active | TableStatus::Updating)));
+            }
+            Err(error) if error.code() == Some("ResourceNotFoundException") => {}
+            Err(error) => return Err(error),
+        }
+        let mut create = self.client.create_table().table_name(&self.table).billing_mode(BillingMode::PayPerRequest);
+        for (name, role) in [(a::PK, KeyType::Hash), (a::SK, KeyType::Range)] {
+            let attribute = AttributeDefinition::builder().attribute_name(name).attribute_type(ScalarAttributeType::S);
+            let element = KeySchemaElement::builder().attribute_name(name).key_type(role);
+            create = create
+                .attribute_definitions(attribute.build().expect("name and type are set"))
+                .key_schema(element.build().expect("name and role are set"));
+        }
+        match create.send().await.map_err(word("CreateTable")) {
+            Ok(_) => Ok(false),
+            Err(error) if error.code() == Some("ResourceInUseException") => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes the first record of an instance, unless it has one already.
+    pub async fn create(&self, instance: &Instance) -> Result<Outcome, AwsError> {
+        let put = self.client.put_item().table_name(&self.table).set_item(Some(instance.to_item()));
+        let put = put.condition_expression("attribute_not_exists(PK)");
+        match put.send().await.map_err(word("PutItem")) {
+            Ok(_) => Ok(Outcome::Won(instance.clone())),
+            Err(error) if error.code() == Some("ConditionalCheckFailedException") => {
+                Ok(Outcome::Lost(self.get(&instance.instance_id).await?))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    pub async fn get(&self, id: &str) -> Result<Option<Instance>, AwsError> {
+        let get = self.client.get_item().table_name(&self.table).set_key(Some(key(entity::INSTANCE, id)));
+        let answer = get.consistent_read(true).send().await.map_err(word("GetItem"))?;
+        Ok(answer.item.as_ref().and_then(readable))
+    }
+
+    /// Moves an instance from what was seen to what shall be, in one conditional write: it wins only if the record
+    /// still has the seen state and run, is not being deregistered where it is about to be claimed, and its time is
+    /// not up (an ending instance needs no live threshold).
+    pub async fn advance(&self, seen: &Instance, next: &Instance, now: Timestamp) -> Result<Outcome, AwsError> {
+        debug_assert!(seen.state == next.state || seen.state.may_become(next.state), "{seen:?} → {next:?}");
+        let mut condition = vec!["#state = :seenState", "#run = :seenRun"];
+        let mut update = self
+            .client
+            .update_item()
+            .table_name(&self.table)
+            .set_key(Some(key(entity::INSTANCE, &seen.instance_id)))
+            .expression_attribute_names("#state", a::STATE)
+            .expression_attribute_names("#run", a::RUN_ID)
+            .expression_attribute_values(":seenState", AttributeValue::S(seen.state.to_string()))
+            .expression_attribute_values(":seenRun", AttributeValue::S(seen.run_id.clone()))
+            .return_values(ReturnValue::AllNew)
+            .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld);
+        if next.state != State::Terminated {
+            condition.push("#threshold > :now");
+            update = update.expression_attribute_values(":now", AttributeValue::S(stamp(now)));
+        }
+        if (seen.state, next.state) == (State::Idle, State::Claimed) {
+            condition.push("(attribute_not_exists(#leaving) OR #leaving = :nobody)");
+            update = update.expression_attribute_values(":nobody", AttributeValue::S(String::new()));
+        }
+        let mut assignments = Vec::new();
+        for (index, (name, value)) in changed(next).into_iter().enumerate() {
+            assignments.push(format!("#{} = :v{index}", alias(name)));
+            update = update
+                .expression_attribute_names(format!("#{}", alias(name)), name)
+                .expression_attribute_values(format!(":v{index}"), value);
+        }
+        let update = update
+            .update_expression(format!("SET {}", assignments.join(", ")))
+            .condition_expression(condition.join(" AND "));
+        match update.send().await {
+            Ok(answer) => {
+                Ok(Outcome::Won(answer.attributes.as_ref().and_then(readable).unwrap_or_else(|| next.clone())))
+            }
+            Err(error) => match error.as_service_error() {
+                Some(UpdateItemError::ConditionalCheckFailedException(failed)) => {
+                    let there = failed.item().and_then(readable);
+                    // A retried write fails because its first try won and only the answer was lost.
+                    let ours = there.as_ref().is_some_and(|there| changed(there) == changed(next));
+                    Ok(if ours { Outcome::Won(next.clone()) } else { Outcome::Lost(there) })
+                }
+                _ => Err(word("UpdateItem")(error)),
+            },
+        }
+    }
+
+    /// Every instance of the cluster. A record that cannot be read is logged and left out, never fatal.
+    pub async fn instances(&self) -> Result<Vec<Instance>, AwsError> {
+        Ok(self.query(entity::INSTANCE).await?.iter().filter_map(readable).collect())
+    }
+
+    /// What every agent has written.
+    pub async fn all_vitals(&self) -> Result<HashMap<String, Vitals>, AwsError> {
+        let (heartbeats, signals) = tokio::try_join!(self.query(entity::HEARTBEAT), self.query(entity::SIGNAL))?;
+        Ok(gather(heartbeats.into_iter().chain(signals)))
+    }
+
+    /// What the agents of these instances have written.
+    pub async fn vitals(&self, ids: &[String]) -> Result<HashMap<String, Vitals>, AwsError> {
+        let reads = ids.chunks(INSTANCES_PER_READ).map(|ids| self.batch(ids));
+        let items = futures::future::try_join_all(reads).await?;
+        Ok(gather(items.into_iter().flatten()))
+    }
+
+    /// Removes what the agent of an ended instance has written.
+    pub async fn forget_vitals(&self, id: &str) -> Result<(), AwsError> {
+        for entity in [entity::HEARTBEAT, entity::SIGNAL] {
+            self.delete(entity, id).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes the record of an ended instance.
+    pub async fn forget(&self, id: &str) -> Result<(), AwsError> {
+        self.delete(entity::INSTANCE, id).await
+    }
+
+    async fn delete(&self, entity: &str, id: &str) -> Result<(), AwsError> {
+        let delete = self.client.delete_item().table_name(&self.table).set_key(Some(key(entity, id)));
+        delete.send().await.map_err(word("DeleteItem")).map(drop)
+    }
+
+    /// All records of an entity, page after page: one page holds about 4,500.
+    async fn query(&self, entity: &str) -> Result<Vec<Item>, AwsError> {
+        let mut items = Vec::new();
+        let mut from = None;
+        loop {
+            let query = self
+                .client
+                .query()
+                .table_name(&self.table)
+                .key_condition_expression("PK = :pk")
+                .expression_attribute_values(":pk", AttributeValue::S(format!("TYPE#{entity}")))
+                .consistent_read(true)
+                .set_exclusive_start_key(from);
+            let answer = query.send().await.map_err(word("Query"))?;
+            items.extend(answer.items.unwrap_or_default());
+            from = answer.last_evaluated_key;
+            if from.is_none() {
+                return Ok(items);
+            }
+        }
+    }
+
+    async fn batch(&self, ids: &[String]) -> Result<Vec<Item>, AwsError> {
+        let keys = ids.iter().flat_map(|id| [key(entity::HEARTBEAT, id), key(entity::SIGNAL, id)]);
+        let mut wanted = KeysAndAttributes::builder().set_keys(Some(keys.collect())).consistent_read(true).build().ok();
+        let mut items = Vec::new();
+        while let Some(keys) = wanted.take() {
+            let read = self.client.batch_get_item().request_items(&self.table, keys);
+            let answer = read.send().await.map_err(word("BatchGetItem"))?;
+            items.extend(answer.responses.unwrap_or_default().remove(&self.table).unwrap_or_default());
+            wanted = answer.unprocessed_keys.unwrap_or_default().remove(&self.table);
+        }
+        Ok(items)
+    }
+}
+
+/// The attributes a transition may set, with their values.
+fn changed(next: &Instance) -> Vec<(&'static str, AttributeValue)> {
+    let mut item = next.to_item();
+    let names = [
+        a::STATE,
+        a::RUN_ID,
+        a::THRESHOLD,
+        a::UPDATED_AT,
+        a::CLAIM,
+        a::SEALED,
+        a::LEAVING,
+        a::CLAIMS,
+        a::FAILURE_REASON,
+        a::FAILURE_MESSAGE,
+    ];
+    names.into_iter().filter_map(|name| item.remove(name).map(|value| (name, value))).collect()
+}
+
+/// `state` and others are reserved words of DynamoDB, so every attribute goes by an alias.
+fn alias(name: &str) -> &str {
+    match name {
+        a::RUN_ID => "run",
+        name => name,
+    }
+}
+
+fn readable(item: &Item) -> Option<Instance> {
+    Instance::from_item(item).inspect_err(|error| tracing::error!(%error, "a record cannot be read")).ok()
+}
+
+fn gather(items: impl Iterator<Item = Item>) -> HashMap<String, Vitals> {
+    let mut vitals: HashMap<String, Vitals> = HashMap::new();
+    for item in items {
+        let heartbeat = item.get(a::PK).and_then(|pk| pk.as_s().ok()).is_some_and(|pk| pk == "TYPE#Heartbeat");
+        let read = if heartbeat {
+            Heartbeat::from_item(&item).map(|beat| {
+                let id = beat.instance_id.clone();
+                vitals.entry(id).or_default().heartbeat = Some(beat);
+            })
+        } else {
+            WorkerSignal::from_item(&item).map(|signal| {
+                let id = signal.instance_id.clone();
+                vitals.entry(id).or_default().signal = Some(signal);
+            })
+        };
+        if let Err(error) = read {
+            tracing::warn!(%error, "an agent's record cannot be read");
+        }
+    }
+    vitals
+}

@@ -1,0 +1,62 @@
+//! What `/metrics` shows.
+
+use std::sync::{Arc, atomic::AtomicU64};
+
+use prometheus_client::{
+    encoding::{EncodeLabelSet, text::encode},
+    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
+    registry::Registry,
+};
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ControllerLabel {
+    pub controller: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct DiscardLabel {
+    pub reason: &'static str,
+}
+
+#[derive(Clone)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    /// 1 while this replica leads.
+    pub leading: Gauge<f64, AtomicU64>,
+    pub reconciles: Family<ControllerLabel, Counter>,
+    pub reconcile_errors: Family<ControllerLabel, Counter>,
+    /// From the claim's creation to Ready.
+    pub claim_seconds: Histogram,
+    /// Messages of the idle pool thrown away, and why.
+    pub discarded_messages: Family<DiscardLabel, Counter>,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        // A warm claim takes a tenth of a second, a created one minutes.
+        let seconds = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
+        let leading = Gauge::default();
+        let (reconciles, reconcile_errors) = (Family::default(), Family::default());
+        let claim_seconds = Histogram::new(seconds);
+        let discarded_messages = Family::default();
+
+        let mut registry = Registry::with_prefix("paddock");
+        registry.register("leading", "1 while this replica leads", leading.clone());
+        registry.register("reconciles", "Reconciliations, by controller", reconciles.clone());
+        registry.register("reconcile_errors", "Reconciliations that failed, by controller", reconcile_errors.clone());
+        registry.register("claim_ready_seconds", "Time from a claim's creation to Ready", claim_seconds.clone());
+        let help = "Messages of the idle pool that were thrown away, by reason";
+        registry.register("discarded_messages", help, discarded_messages.clone());
+        let registry = Arc::new(registry);
+        Self { registry, leading, reconciles, reconcile_errors, claim_seconds, discarded_messages }
+    }
+}
+
+impl Metrics {
+    /// All of them, in the OpenMetrics text format.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        encode(&mut text, &self.registry).expect("writing to a string cannot fail");
+        text
+    }
+}

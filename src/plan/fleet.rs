@@ -1,0 +1,103 @@
+//! What is asked of EC2 for a pool and for a claim.
+
+use sha2::{Digest, Sha256};
+
+use crate::api::{Ec2Pool, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass};
+
+/// The launch template of a pool.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TemplateRequest {
+    pub name: String,
+    pub ami_id: String,
+    pub instance_profile: String,
+    pub security_group_ids: Vec<String>,
+    /// In base64, as EC2 takes it.
+    pub user_data: String,
+    pub tags: Vec<(String, String)>,
+    /// Of all the above; it is the description of the template's version, so that drift shows.
+    pub digest: String,
+}
+
+/// One `CreateFleet`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FleetRequest {
+    pub client_token: String,
+    pub template: LaunchTemplate,
+    pub count: u32,
+    pub usage_class: UsageClass,
+    pub cpu: u32,
+    pub memory_mib: u32,
+    pub allowed_instance_types: Vec<String>,
+    pub subnet_ids: Vec<String>,
+    pub tags: Vec<(String, String)>,
+}
+
+/// `namespace/name`: how records and tags name a pool.
+pub fn pool_key(namespace: &str, name: &str) -> String {
+    format!("{namespace}/{name}")
+}
+
+pub fn template(cluster: &str, namespace: &str, name: &str, pool: &Ec2Pool, user_data: String) -> TemplateRequest {
+    let mut request = TemplateRequest {
+        name: bounded(&["paddock", cluster, namespace, name], 128),
+        ami_id: pool.ami_id.clone(),
+        instance_profile: pool.instance_profile.clone(),
+        security_group_ids: pool.security_group_ids.clone(),
+        user_data,
+        tags: vec![
+            (TAG_CLUSTER.into(), cluster.into()),
+            (TAG_POOL.into(), pool_key(namespace, name)),
+            ("Name".into(), format!("paddock {namespace}/{name}")),
+        ],
+        digest: String::new(),
+    };
+    request.digest = hex(&format!("{request:?}"));
+    request
+}
+
+/// The queue of a pool's resource class; SQS allows 80 characters.
+pub fn queue_name(cluster: &str, namespace: &str, pool: &str, class: &str) -> String {
+    bounded(&["paddock", cluster, namespace, pool, class], 80)
+}
+
+/// The same order always has the same token, across crashes and replicas; a further attempt has another.
+pub fn client_token(uid: &str, attempt: u32) -> String {
+    format!("paddock-{}-{attempt}", &hex(uid)[..40])
+}
+
+/// The parts joined by dashes, the end replaced by a digest where they are too long together.
+fn bounded(parts: &[&str], max: usize) -> String {
+    let whole = parts.join("-");
+    if whole.len() <= max {
+        return whole;
+    }
+    // Parts may contain dashes: the digest is taken over what cannot be mistaken for another split.
+    let digest = &hex(&parts.join("/"))[..12];
+    format!("{}-{digest}", &whole[..max - digest.len() - 1])
+}
+
+fn hex(text: &str) -> String {
+    Sha256::digest(text).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_fit_and_stay_apart() {
+        assert_eq!(queue_name("prod", "ci", "linux", "medium"), "paddock-prod-ci-linux-medium");
+        let long = "n".repeat(63);
+        let (a, b) = (queue_name("prod", &long, "linux", "medium"), queue_name("prod", &long, "linux", "large"));
+        assert_eq!((a.len(), b.len()), (80, 80));
+        assert_ne!(a, b);
+    }
+
+    #[test]
+    fn a_token_depends_on_claim_and_attempt_alone_and_fits_64_characters() {
+        assert_eq!(client_token("uid-1", 1), client_token("uid-1", 1));
+        assert_ne!(client_token("uid-1", 1), client_token("uid-1", 2));
+        assert_ne!(client_token("uid-1", 1), client_token("uid-2", 1));
+        assert!(client_token("uid-1", u32::MAX).len() <= 64);
+    }
+}

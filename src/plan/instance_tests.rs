@@ -1,0 +1,103 @@
+use paddock_record::KeyPair;
+
+use super::*;
+use crate::plan::sample_ec2::{at, beat, pool, record, said, tracked};
+
+const RUN: &str = "7890";
+
+#[test]
+fn an_instance_that_registered_for_this_run_and_beats_is_confirmed() {
+    for state in [State::Created, State::Claimed] {
+        let mut it = tracked(record("i-1", state, RUN, at(0)));
+        it.vitals = Vitals { heartbeat: Some(beat(at(3))), signal: Some(said(Signal::Registered, RUN)) };
+        assert_eq!(standing(&it, &pool().timeouts, at(5)), Standing::Confirmed, "{state}");
+    }
+}
+
+#[test]
+fn i1_a_registration_for_another_run_counts_for_nothing() {
+    let mut it = tracked(record("i-1", State::Claimed, RUN, at(0)));
+    it.vitals = Vitals { heartbeat: Some(beat(at(3))), signal: Some(said(Signal::Registered, "1111")) };
+    it.record.sealed = "sealed".into();
+    assert_eq!(standing(&it, &pool().timeouts, at(5)), Standing::Waiting);
+    assert!(matches!(standing(&it, &pool().timeouts, at(11)), Standing::Failed(FailureReason::RegistrationTimeout, _)));
+}
+
+#[test]
+fn each_failed_check_has_its_reason() {
+    use FailureReason::*;
+    let silent = Vitals::default();
+    let with = |signal, run| Vitals { heartbeat: Some(beat(at(0))), signal: Some(said(signal, run)) };
+    for (state, vitals, seconds, reason) in [
+        (State::Claimed, silent.clone(), 11, RegistrationTimeout),
+        (State::Claimed, with(Signal::RegistrationFailed, RUN), 1, RegistrationFailed),
+        (State::Claimed, with(Signal::Registered, RUN), 16, HeartbeatStale),
+        (State::Created, silent.clone(), 181, ValidationTimeout),
+        (State::Created, with(Signal::ScriptFailed, RUN), 1, PreRunnerFailed),
+        (State::Created, with(Signal::RegistrationFailed, RUN), 1, RegistrationFailed),
+        (State::Idle, silent.clone(), 1, InstanceGone),
+        (State::Terminated, silent, 1, InstanceGone),
+    ] {
+        let it = Tracked { vitals, ..tracked(record("i-1", state, RUN, at(0))) };
+        match standing(&it, &pool().timeouts, at(seconds)) {
+            Standing::Failed(found, message) => assert_eq!(found, reason, "{state} {message}"),
+            other => panic!("{state} after {seconds} s: {other:?}, not {reason:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_created_instance_gets_its_token_once_its_key_is_known() {
+    let mut it = tracked(record("i-1", State::Created, RUN, at(0)));
+    assert_eq!(standing(&it, &pool().timeouts, at(1)), Standing::Waiting);
+    it.vitals.heartbeat = Some(Heartbeat { public_key: Some(KeyPair::generate().public()), ..beat(at(1)) });
+    assert_eq!(standing(&it, &pool().timeouts, at(1)), Standing::NeedsToken);
+    it.record.sealed = "sealed".into();
+    assert_eq!(standing(&it, &pool().timeouts, at(1)), Standing::Waiting);
+}
+
+#[test]
+fn i2_whatever_its_state_an_instance_past_its_threshold_ends() {
+    for state in [State::Created, State::Running, State::Idle, State::Claimed] {
+        let it = tracked(record("i-1", state, RUN, at(0)));
+        let threshold = it.record.threshold.unwrap();
+        assert!(matches!(upkeep(&it, &pool(), threshold), Upkeep::End(FailureReason::ThresholdPassed, _)), "{state}");
+    }
+    assert_eq!(upkeep(&tracked(record("i-1", State::Terminated, "", at(0))), &pool(), at(1_000_000)), Upkeep::Leave);
+}
+
+#[test]
+fn a_machine_kept_warm_is_pooled_when_its_script_is_done_and_given_up_when_it_failed() {
+    let mut it = tracked(record("i-1", State::Created, "", at(0)));
+    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Leave);
+    it.vitals.signal = Some(said(Signal::ScriptOk, ""));
+    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Warm);
+    it.record.state = State::Running;
+    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Warm, "a crash between its two moves is finished");
+    it.record.state = State::Created;
+    it.vitals.signal = Some(said(Signal::ScriptFailed, ""));
+    assert!(matches!(upkeep(&it, &pool(), at(1)), Upkeep::End(FailureReason::PreRunnerFailed, _)));
+}
+
+#[test]
+fn a_released_instance_is_offered_only_after_it_deregistered_from_that_run() {
+    let mut it = tracked(Instance { leaving: RUN.into(), ..record("i-1", State::Idle, "", at(0)) });
+    assert!(it.awaits_agent());
+    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Leave);
+    it.vitals.signal = Some(said(Signal::Deregistered, "1111"));
+    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Leave, "that was an earlier run");
+    it.vitals.signal = Some(said(Signal::Deregistered, RUN));
+    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Offer);
+    it.vitals.signal = Some(said(Signal::DeregistrationFailed, RUN));
+    assert!(matches!(upkeep(&it, &pool(), at(1)), Upkeep::End(FailureReason::DeregistrationTimeout, _)));
+    it.vitals.signal = None;
+    assert!(matches!(upkeep(&it, &pool(), at(121)), Upkeep::End(FailureReason::DeregistrationTimeout, _)));
+}
+
+#[test]
+fn an_idle_message_carries_what_claims_filter_by() {
+    let it = tracked(record("i-1", State::Idle, "", at(0)));
+    let message = it.idle_message();
+    assert_eq!((message.instance_id.as_str(), message.cpu, message.mem), ("i-1", 2, 4096));
+    assert_eq!(IdleMessage::read(&message.write(), at(1)), Ok(message));
+}

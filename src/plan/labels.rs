@@ -1,0 +1,156 @@
+//! Which pool serves a claim.
+
+use std::collections::BTreeSet;
+
+use crate::api::{BoardPool, ClaimReason, Hardware, RunnerClaim, RunnerPool};
+
+/// A set of `runs-on` labels as GitHub compares them: without order and case.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LabelSet(BTreeSet<String>);
+
+impl<T: AsRef<str>> FromIterator<T> for LabelSet {
+    fn from_iter<I: IntoIterator<Item = T>>(labels: I) -> Self {
+        Self(labels.into_iter().map(|label| label.as_ref().to_lowercase()).collect())
+    }
+}
+
+/// The pool of a claim: the one it already has, the one it names, or the only one that serves its labels. The pools
+/// are those of the claim's namespace.
+pub fn select<'a>(
+    claim: &RunnerClaim,
+    pools: impl IntoIterator<Item = &'a RunnerPool>,
+) -> Result<&'a RunnerPool, (ClaimReason, String)> {
+    let pools: Vec<_> = pools.into_iter().collect();
+    let chosen = claim.status.as_ref().and_then(|status| status.pool.as_ref()).or(claim.spec.pool.as_ref());
+    if let Some(name) = chosen {
+        let named = pools.into_iter().find(|pool| pool.metadata.name.as_ref() == Some(name));
+        return named.ok_or_else(|| (ClaimReason::PoolNotFound, format!("there is no pool {name} in this namespace")));
+    }
+    let listed = claim.spec.labels.as_deref().unwrap_or_default();
+    let labels: LabelSet = listed.iter().collect();
+    let (owner, repository) =
+        (claim.spec.owner.as_ref().map(|owner| owner.login.as_str()), claim.spec.repository_name());
+    let mut boards: Vec<_> = pools
+        .into_iter()
+        .filter(|pool| pool.metadata.deletion_timestamp.is_none())
+        .filter_map(|pool| match pool.spec.hardware() {
+            Some(Hardware::Board(board)) => Some((pool, nearness(board, &labels, owner, repository)?)),
+            Some(Hardware::Ec2(_)) | None => None,
+        })
+        .collect();
+    let nearest = boards.iter().map(|(_, nearness)| *nearness).max();
+    boards.retain(|(_, nearness)| Some(*nearness) == nearest);
+    match boards[..] {
+        [(pool, _)] => Ok(pool),
+        [] => Err((ClaimReason::NoPoolForLabels, format!("no pool serves exactly the labels {}", listed.join(", ")))),
+        [..] => {
+            let mut names: Vec<_> = boards.iter().filter_map(|(pool, _)| pool.metadata.name.as_deref()).collect();
+            names.sort_unstable();
+            let names = names.join(", ");
+            Err((
+                ClaimReason::AmbiguousLabels,
+                format!("several pools serve these labels: {names}; name one in spec.pool"),
+            ))
+        }
+    }
+}
+
+/// How specifically a pool serves the labels; the later, the nearer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Nearness {
+    ForAll,
+    ForOwner,
+    ForRepository,
+}
+
+fn nearness(pool: &BoardPool, labels: &LabelSet, owner: Option<&str>, repository: Option<&str>) -> Option<Nearness> {
+    let serves = |sets: &[Vec<String>]| sets.iter().any(|set| set.iter().collect::<LabelSet>() == *labels);
+    let same = |a: &str, b: Option<&str>| b.is_some_and(|b| a.eq_ignore_ascii_case(b));
+    let own =
+        pool.overrides.iter().filter(|over| same(&over.owner, owner) && serves(&over.labels)).filter_map(|over| {
+            match over.repository.as_deref() {
+                None => Some(Nearness::ForOwner),
+                Some(name) => same(name, repository).then_some(Nearness::ForRepository),
+            }
+        });
+    own.chain(serves(&pool.labels).then_some(Nearness::ForAll)).max()
+}
+
+/// The labels of the claim's runners: its own, or the pool's first set where it names the pool alone.
+pub fn runner_labels<'a>(claim: &'a RunnerClaim, pool: &'a BoardPool) -> &'a [String] {
+    match claim.spec.labels.as_deref() {
+        Some(labels) => labels,
+        None => pool.labels.first().map(Vec::as_slice).unwrap_or_default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::plan::samples::{board_pool, claim, with};
+
+    fn pool(name: &str, board: serde_json::Value) -> RunnerPool {
+        with(&board_pool(name), json!({"spec": {"board": board}}))
+    }
+
+    fn asking(spec: serde_json::Value) -> RunnerClaim {
+        with(&claim("c", 0), json!({"spec": spec}))
+    }
+
+    fn selected(claim: &RunnerClaim, pools: &[RunnerPool]) -> Result<String, ClaimReason> {
+        select(claim, pools).map(|pool| pool.metadata.name.clone().unwrap()).map_err(|(reason, _)| reason)
+    }
+
+    #[test]
+    fn the_whole_set_must_match_in_any_order_and_case() {
+        let pools = [pool("a", json!({"labels": [["self-hosted", "riscv64"], ["rv"]]}))];
+        for (labels, expected) in [
+            (json!(["RISCV64", "Self-Hosted"]), Ok("a")),
+            (json!(["rv"]), Ok("a")),
+            (json!(["self-hosted"]), Err(ClaimReason::NoPoolForLabels)),
+            (json!(["self-hosted", "riscv64", "rv"]), Err(ClaimReason::NoPoolForLabels)),
+        ] {
+            let outcome = selected(&asking(json!({"labels": labels})), &pools);
+            assert_eq!(outcome, expected.map(str::to_owned), "{labels}");
+        }
+    }
+
+    #[test]
+    fn a_repositorys_override_beats_its_owners_which_beats_what_serves_all() {
+        let all = pool("all", json!({"labels": [["rv"]]}));
+        let owner = pool("owner", json!({"labels": [], "overrides": [{"owner": "ACME", "labels": [["RV"]]}]}));
+        let repository = pool(
+            "repository",
+            json!({"labels": [], "overrides": [{"owner": "acme", "repository": "Kernel", "labels": [["rv"]]}]}),
+        );
+        let pools = [all, owner, repository];
+        for (login, name, expected) in
+            [("acme", "kernel", "repository"), ("acme", "libc", "owner"), ("other", "kernel", "all")]
+        {
+            let owner = json!({"id": 1, "login": login, "type": "Organization"});
+            let claim = asking(json!({"labels": ["rv"], "owner": owner, "repository": format!("{login}/{name}")}));
+            assert_eq!(selected(&claim, &pools), Ok(expected.into()), "{login}/{name}");
+        }
+    }
+
+    #[test]
+    fn two_pools_for_one_set_are_ambiguous_until_one_is_being_deleted() {
+        let [a, b] = ["a", "b"].map(|name| pool(name, json!({"labels": [["rv"]]})));
+        let claim = asking(json!({"labels": ["rv"]}));
+        assert_eq!(selected(&claim, &[a.clone(), b.clone()]), Err(ClaimReason::AmbiguousLabels));
+        let going = with(&b, json!({"metadata": {"deletionTimestamp": "2025-01-01T00:00:00Z"}}));
+        assert_eq!(selected(&claim, &[a, going]), Ok("a".into()));
+    }
+
+    #[test]
+    fn a_claim_keeps_the_pool_it_has_whatever_the_pools_say_later() {
+        let pools = [pool("a", json!({"labels": [["rv"]]})), pool("b", json!({"labels": [["x"]]}))];
+        let mut claim = asking(json!({"labels": ["rv"]}));
+        claim.status.get_or_insert_default().pool = Some("b".into());
+        assert_eq!(selected(&claim, &pools), Ok("b".into()));
+        claim.status.get_or_insert_default().pool = Some("gone".into());
+        assert_eq!(selected(&claim, &pools), Err(ClaimReason::PoolNotFound));
+    }
+}

@@ -1,0 +1,18 @@
+//! Decisions. Plain functions over values: no I/O, no clock, time is passed in.
+
+pub mod board_claim;
+pub mod board_worker;
+pub mod capacity;
+pub mod claim;
+pub mod demand;
+pub mod entity;
+pub mod fleet;
+pub mod instance;
+pub mod labels;
+pub mod pickup;
+pub mod pod;
+#[cfg(test)]
+mod sample_ec2;
+#[cfg(test)]
+mod samples;
+pub mod user_data;

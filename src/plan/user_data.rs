@@ -1,0 +1,280 @@
+//! The boot script of an EC2 instance: fetches the agent, checks it, and starts it.
+//!
+//! What a pool says is data. It reaches the instance as base64, whose alphabet means nothing to a shell, and is decoded
+//! into a file or a quoted variable there.
+
+use std::io::Write;
+
+use base64::{Engine, prelude::BASE64_STANDARD};
+use flate2::{Compression, write::GzEncoder};
+use paddock_record::AgentConfig;
+
+/// EC2 refuses user data above this size, counted before it is base64-encoded for the API.
+pub const LIMIT: usize = 16 * 1024;
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum UserDataError {
+    #[error(
+        "the instance's user data would be {size} bytes, {} over EC2's limit of {LIMIT}: shorten preRunnerScript \
+         (or reuse.scrubScript), for example by letting it fetch what it runs",
+        size - LIMIT
+    )]
+    TooLong { size: usize },
+    #[error("agent.url must be an http or https address without spaces or control characters, not {0:?}")]
+    Url(String),
+    #[error("agent.sha256 must be 64 hexadecimal digits, not {0:?}")]
+    Sha256(String),
+}
+
+/// The script, not yet base64-encoded for the API. The same input always gives the same bytes, so that a launch
+/// template changes only when its pool does.
+pub fn user_data(config: &AgentConfig, agent_url: &str, agent_sha256: &str) -> Result<String, UserDataError> {
+    let script = format!("{}{FETCH}{START}", decode(config, agent_url, agent_sha256)?);
+    match script.len() {
+        size if size > LIMIT => Err(UserDataError::TooLong { size }),
+        _ => Ok(script),
+    }
+}
+
+/// The first part of the script: everything the pool says, put where the rest expects it.
+fn decode(config: &AgentConfig, url: &str, sha256: &str) -> Result<String, UserDataError> {
+    let plain = |c: char| !c.is_control() && !c.is_whitespace();
+    if !(url.starts_with("https://") || url.starts_with("http://")) || !url.chars().all(plain) {
+        return Err(UserDataError::Url(url.to_owned()));
+    }
+    if sha256.len() != 64 || !sha256.chars().all(|c| c.is_ascii_hexdigit()) {
+        return Err(UserDataError::Sha256(sha256.to_owned()));
+    }
+    let config = serde_json::to_vec(config).expect("strings and numbers are always JSON");
+    Ok(DECODE
+        .replace("@URL@", &BASE64_STANDARD.encode(url))
+        .replace("@SHA256@", &BASE64_STANDARD.encode(sha256.to_ascii_lowercase()))
+        .replace("@CONFIG@", &BASE64_STANDARD.encode(gzip(&config))))
+}
+
+fn gzip(bytes: &[u8]) -> Vec<u8> {
+    let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
+    encoder.write_all(bytes).and_then(|()| encoder.finish()).expect("writing to memory does not fail")
+}
+
+const DECODE: &str = r#"#!/bin/bash
+# Paddock: fetches the agent, checks it, and starts it. PADDOCK_ROOT moves everything below another directory.
+set -euo pipefail
+umask 077
+root="${PADDOCK_ROOT:-}"
+home="$root/opt/paddock" state="$root/var/lib/paddock" log="$root/var/log/paddock-agent.log"
+mkdir -p "$home" "$state" "$root/var/log"
+chmod 0755 "$home"
+url="$(base64 -d <<<'@URL@')"
+sha256="$(base64 -d <<<'@SHA256@')"
+base64 -d <<<'@CONFIG@' | gzip -d >"$state/config.json"
+"#;
+
+/// A machine image may bring the agent along; what counts is its checksum. An instance that cannot get its agent is of
+/// no use to anyone, so it ends itself instead of waiting to be found.
+const FETCH: &str = r#"
+say() { echo "paddock: $*" | tee -a "$log" >&2; }
+give_up() { say "$*: shutting down"; shutdown -h now; exit 1; }
+checked() { (cd "$home" && sha256sum --check --status - <<<"$sha256  $1"); }
+fetch() { curl --fail --silent --show-error --location --globoff --proto '=https,http' --connect-timeout 10 \
+  --output "$home/fetched" --url "$url" 2>>"$log"; }
+if ! checked paddock-agent 2>/dev/null; then
+  for pause in 1 2 4 8 15 15 15 15 15 0; do
+    fetch && break
+    [ "$pause" != 0 ] || give_up "cannot fetch the agent from $url"
+    sleep "$pause"
+  done
+  checked fetched || give_up "what $url serves does not have the checksum $sha256"
+  chmod 0755 "$home/fetched"
+  mv -f "$home/fetched" "$home/paddock-agent"
+fi
+"#;
+
+/// KillMode=process: the runner, and with it a job, outlives an agent that dies; the next agent takes it over.
+const START: &str = r#"
+if [ -z "$root" ] && [ -d /run/systemd/system ]; then
+  exec systemd-run --unit=paddock-agent --description="Paddock agent" \
+    -p Restart=always -p RestartSec=5 -p KillMode=process -- "$home/paddock-agent" --config "$state/config.json"
+fi
+exec "$home/paddock-agent" --config "$state/config.json" >>"$log" 2>&1
+"#;
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs,
+        net::TcpListener,
+        os::unix::fs::PermissionsExt,
+        path::Path,
+        process::{Command, Output, Stdio},
+        time::Duration,
+    };
+
+    use proptest::prelude::*;
+    use sha2::{Digest, Sha256};
+
+    use super::*;
+
+    const SHA256: &str = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
+
+    fn config(script: &str) -> AgentConfig {
+        let config = AgentConfig::new("prod", "ci/linux", Duration::from_secs(600));
+        AgentConfig { pre_runner_script: script.to_owned(), ..config }
+    }
+
+    fn bash(script: &str, args: &[&str], root: &Path) -> Output {
+        let mut child = Command::new("bash")
+            .args(args)
+            .env("PADDOCK_ROOT", root)
+            .env("PATH", format!("{}:{}", root.join("bin").display(), std::env::var("PATH").unwrap()))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        child.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
+        child.wait_with_output().unwrap()
+    }
+
+    /// A root whose `shutdown` only leaves a note.
+    fn machine() -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        let shutdown = root.path().join("bin/shutdown");
+        fs::create_dir(root.path().join("bin")).unwrap();
+        fs::write(&shutdown, "#!/bin/sh\necho \"$*\" >\"$PADDOCK_ROOT/shutdown\"\n").unwrap();
+        fs::set_permissions(&shutdown, fs::Permissions::from_mode(0o755)).unwrap();
+        root
+    }
+
+    /// Serves `body` to each request on a free port of loopback, and returns the address.
+    fn serve(body: Vec<u8>) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}/paddock-agent", listener.local_addr().unwrap());
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let mut stream = stream.unwrap();
+                let _ = std::io::Read::read(&mut stream, &mut [0; 4096]);
+                let _ =
+                    write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n", body.len());
+                let _ = stream.write_all(&body);
+            }
+        });
+        url
+    }
+
+    fn hex(bytes: &[u8]) -> String {
+        Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Text that means something to a shell, to JSON, or to neither.
+    fn hostile() -> impl Strategy<Value = String> {
+        prop_oneof![
+            any::<String>(),
+            Just("'; touch /tmp/paddock-was-here; '\"$(id)`id`\n\0\\\r\nEOF\n@CONFIG@ @URL@ ${HOME} %s ü𝄞".to_owned()),
+            proptest::collection::vec(
+                prop_oneof![
+                    Just("'"),
+                    Just("\""),
+                    Just("\n"),
+                    Just("$("),
+                    Just(")"),
+                    Just("\0"),
+                    Just("`"),
+                    Just("\\"),
+                    Just("é")
+                ],
+                0..40
+            )
+            .prop_map(|parts| parts.concat()),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(40))]
+
+        #[test]
+        fn whatever_a_pool_says_arrives_as_it_was_and_is_never_run(
+            texts in proptest::collection::vec(hostile(), 7),
+            tail in "[!-~]{0,40}",
+            numbers in any::<[u64; 3]>(),
+        ) {
+            let config = AgentConfig {
+                cluster: texts[0].clone(),
+                pool: texts[1].clone(),
+                table: texts[2].clone(),
+                region: Some(texts[3].clone()),
+                pre_runner_script: texts[4].clone(),
+                scrub_script: Some(texts[5].clone()),
+                runner_version: Some(texts[6].clone()),
+                created_lifetime_seconds: numbers[0],
+                heartbeat_seconds: numbers[1],
+                poll_milliseconds: numbers[2],
+            };
+            let url = format!("https://example.com/{tail}");
+            let root = machine();
+            let whole = user_data(&config, &url, SHA256).unwrap();
+            let syntax = bash(&whole, &["-n"], root.path());
+            prop_assert!(syntax.status.success(), "{}", String::from_utf8_lossy(&syntax.stderr));
+
+            let show = "printf '%s\\n%s' \"$url\" \"$sha256\"";
+            let run = bash(&(decode(&config, &url, SHA256).unwrap() + show), &[], root.path());
+            prop_assert_eq!(String::from_utf8_lossy(&run.stderr), "");
+            prop_assert_eq!(String::from_utf8_lossy(&run.stdout), format!("{url}\n{SHA256}"));
+            let written = root.path().join("var/lib/paddock/config.json");
+            prop_assert_eq!(fs::metadata(&written).unwrap().permissions().mode() & 0o777, 0o600);
+            prop_assert_eq!(serde_json::from_slice::<AgentConfig>(&fs::read(written).unwrap()).unwrap(), config);
+        }
+    }
+
+    #[test]
+    fn an_agent_with_the_right_checksum_is_installed_and_started() {
+        let agent = b"#!/bin/sh\necho \"started with $*\"\n".to_vec();
+        let root = machine();
+        let run = |url: &str| bash(&user_data(&config(""), url, &hex(&agent)).unwrap(), &[], root.path());
+        let log = || fs::read_to_string(root.path().join("var/log/paddock-agent.log")).unwrap();
+        let started = format!("started with --config {}/var/lib/paddock/config.json\n", root.path().display());
+
+        assert!(run(&serve(agent.clone())).status.success(), "{}", log());
+        assert_eq!(log(), started);
+        // The second boot finds the agent there and needs no network.
+        assert!(run("http://127.0.0.1:1/gone").status.success(), "{}", log());
+        assert_eq!(log(), started.repeat(2));
+    }
+
+    #[test]
+    fn an_agent_with_a_wrong_checksum_is_never_run_and_the_instance_ends_itself() {
+        let root = machine();
+        let url = serve(b"#!/bin/sh\ntouch \"$PADDOCK_ROOT/pwned\"\n".to_vec());
+        let run = bash(&user_data(&config(""), &url, SHA256).unwrap(), &[], root.path());
+        assert!(!run.status.success());
+        assert!(!root.path().join("pwned").exists() && !root.path().join("opt/paddock/paddock-agent").exists());
+        assert_eq!(fs::read_to_string(root.path().join("shutdown")).unwrap(), "-h now\n");
+        let log = fs::read_to_string(root.path().join("var/log/paddock-agent.log")).unwrap();
+        assert!(log.contains(&format!("what {url} serves does not have the checksum {SHA256}")), "{log}");
+    }
+
+    #[test]
+    fn a_script_that_does_not_fit_says_by_how_much_and_what_to_shorten() {
+        // Random letters, because repeated ones compress to nothing.
+        let letters = |n: usize| (0..n).map(|i| hex(&i.to_le_bytes())[..2].to_owned()).collect::<String>();
+        let url = "https://example.com/agent";
+        assert!(user_data(&config(&letters(8_000)), url, SHA256).is_ok_and(|script| script.len() <= LIMIT));
+        let error = user_data(&config(&letters(20_000)), url, SHA256).unwrap_err();
+        let UserDataError::TooLong { size } = error else { panic!("{error}") };
+        assert!(
+            error.to_string().contains(&format!("{} over EC2's limit of 16384: shorten preRunnerScript", size - LIMIT)),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn an_address_or_checksum_that_is_none_is_refused() {
+        let of = |url: &str, sha256: &str| user_data(&config(""), url, sha256).map(|_| ());
+        for url in ["", "s3://bucket/agent", "file:///etc/passwd", "https://a b", "https://a\n", "https://a\0"] {
+            assert_eq!(of(url, SHA256), Err(UserDataError::Url(url.to_owned())));
+        }
+        for sha256 in ["", "abc", &SHA256.replace('e', "g"), &SHA256[1..], &format!("{SHA256}\n")] {
+            assert_eq!(of("https://a", sha256), Err(UserDataError::Sha256(sha256.to_owned())));
+        }
+    }
+}

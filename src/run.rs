@@ -1,0 +1,101 @@
+//! `paddock run`: puts the parts together, and takes them apart again.
+
+use std::{sync::Arc, time::Duration};
+
+use anyhow::{Context as _, Result, bail};
+use kube::{Client, Config, client::ClientBuilder};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    controllers::{self, Context},
+    effects::fence::Fence,
+    leader::{Election, Lost},
+    metrics::Metrics,
+    settings::Settings,
+    stores::Stores,
+    web,
+};
+
+/// How long running reconciliations may go on after a signal; Kubernetes kills a pod after 30 s.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(20);
+
+pub fn run(settings: Settings) -> Result<()> {
+    rustls::crypto::aws_lc_rs::default_provider()
+        .install_default()
+        .map_err(|_| anyhow::anyhow!("another cryptography provider was installed before ours"))?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let outcome = runtime.block_on(operate(settings));
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    outcome
+}
+
+async fn operate(settings: Settings) -> Result<()> {
+    let config = Config::infer().await.context("no Kubernetes cluster: set KUBECONFIG, or run in a pod")?;
+    let namespace = config.default_namespace.clone();
+    let client = Client::try_from(config.clone())?;
+    let fence = Fence::default();
+    let fenced = ClientBuilder::try_from(config)?.with_layer(&fence).build();
+
+    let stop = CancellationToken::new();
+    tokio::spawn(stop_on_signal(stop.clone())?);
+    let metrics = Metrics::default();
+    let stores = Stores::start(&client, settings.namespace.as_deref());
+    let listener = tokio::net::TcpListener::bind(settings.listen)
+        .await
+        .with_context(|| format!("cannot listen on {}; choose another address with --listen", settings.listen))?;
+    tracing::info!(address = %listener.local_addr()?, version = env!("CARGO_PKG_VERSION"), "serving");
+    let pages = web::router(stores.clone(), metrics.clone());
+    let server = axum::serve(listener, pages).with_graceful_shutdown(stop.clone().cancelled_owned());
+    let server = tokio::spawn(server.into_future());
+
+    tokio::select! {
+        () = stores.ready() => {}
+        () = stop.cancelled() => return Ok(()),
+    }
+    let election =
+        Election { client, namespace, identity: identity(), duration: settings.lease_duration, fence: fence.clone() };
+    let context = Arc::new(Context::new(settings, fenced, &fence, stores, metrics.clone()).await);
+    let mut work = None;
+    let elected = || {
+        metrics.leading.set(1.0);
+        work = Some(tokio::spawn(controllers::run(context, stop.clone())));
+    };
+    let outcome = election.run(elected, stop.clone()).await;
+    metrics.leading.set(0.0);
+    match (outcome, work) {
+        // Whatever still runs is behind the fence; the process ends and starts over as a follower.
+        (Err(Lost), _) => bail!(Lost),
+        (Ok(()), work) => {
+            let finish = async {
+                if let Some(work) = work {
+                    let _ = work.await;
+                }
+                let _ = server.await;
+            };
+            if tokio::time::timeout(SHUTDOWN_GRACE, finish).await.is_err() {
+                tracing::warn!("some work did not end in time; the next leader finishes it");
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Unique among replicas and restarts; the pod's name first, so that the Lease tells a person who leads.
+fn identity() -> String {
+    let host = std::env::var("HOSTNAME").unwrap_or_else(|_| "paddock".into());
+    let start = jiff::Timestamp::now().as_nanosecond();
+    format!("{host}_{:x}", start ^ i128::from(std::process::id()))
+}
+
+fn stop_on_signal(stop: CancellationToken) -> Result<impl Future<Output = ()>> {
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    Ok(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        tracing::info!("stopping");
+        stop.cancel();
+    })
+}
