@@ -1,0 +1,130 @@
+//! Faults on demand: rules for requests to come.
+
+use std::time::Duration;
+
+use axum::{
+    Json,
+    http::{HeaderValue, StatusCode},
+    response::{IntoResponse, Response},
+};
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::{model::signed, world::World};
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Effect {
+    /// Answers with an error instead of doing anything: with `retry-after`, with a spent rate limit that resets in so
+    /// many seconds, or with neither.
+    Status {
+        status: u16,
+        retry_after: Option<u64>,
+        reset_in: Option<u64>,
+    },
+    DelayMs(u64),
+    /// Never answers.
+    Hang,
+    /// The connection ends before anything is done.
+    Drop,
+    /// The request is carried out, then the connection ends without an answer.
+    LostResponse,
+}
+
+/// A rule: the first whose method and path fit decides. `path` is the route without the `/api/v3` prefix; `*` stands
+/// for any text (`/orgs/*/actions/runners*`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    #[serde(default)]
+    pub method: Option<String>,
+    pub path: String,
+    /// How many requests go by before it begins.
+    #[serde(default)]
+    pub skip: u32,
+    /// How many requests it hits; without it, all.
+    #[serde(default)]
+    pub times: Option<u32>,
+    pub effect: Effect,
+}
+
+impl Fault {
+    pub fn new(method: &str, path: &str, effect: Effect) -> Self {
+        Self { method: Some(method.into()), path: path.into(), skip: 0, times: None, effect }
+    }
+
+    pub fn times(self, times: u32) -> Self {
+        Self { times: Some(times), ..self }
+    }
+}
+
+/// Does the pattern, with `*` for any text, describe the whole text?
+pub fn fits(pattern: &str, text: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == text,
+        Some((start, rest)) => text.strip_prefix(start).is_some_and(|tail| {
+            let ends = tail.char_indices().map(|(at, _)| at).chain([tail.len()]);
+            ends.into_iter().any(|at| fits(rest, &tail[at..]))
+        }),
+    }
+}
+
+impl World {
+    /// The fault that this request meets, used up by one.
+    pub fn fault_for(&mut self, method: &str, path: &str) -> Option<Effect> {
+        let applies = |fault: &Fault| {
+            fault.method.as_ref().is_none_or(|wanted| wanted.eq_ignore_ascii_case(method))
+                && fault.times != Some(0)
+                && fits(&fault.path, path)
+        };
+        for fault in self.faults.iter_mut().filter(|fault| applies(fault)) {
+            if fault.skip > 0 {
+                fault.skip -= 1;
+            } else {
+                fault.times = fault.times.map(|left| left - 1);
+                return Some(fault.effect.clone());
+            }
+        }
+        None
+    }
+}
+
+/// The answer of [`Effect::Status`], in the words that GitHub has for it.
+pub fn refusal(status: u16, retry_after: Option<u64>, reset_in: Option<u64>, now: Timestamp) -> Response {
+    let message = match status {
+        403 | 429 if reset_in.is_some() => "API rate limit exceeded for installation.",
+        403 | 429 => "You have exceeded a secondary rate limit. Please wait a few minutes before you try again.",
+        500.. => "Server Error",
+        _ => "Something went wrong",
+    };
+    let code = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+    let mut answer = (code, Json(json!({"message": message, "documentation_url": crate::api::DOCS}))).into_response();
+    let headers = answer.headers_mut();
+    if let Some(seconds) = retry_after {
+        headers.insert("retry-after", HeaderValue::from(seconds));
+    }
+    if let Some(seconds) = reset_in {
+        let reset = now + signed(Duration::from_secs(seconds));
+        headers.insert("x-ratelimit-remaining", HeaderValue::from(0));
+        headers.insert("x-ratelimit-reset", HeaderValue::from(reset.as_second()));
+    }
+    answer
+}
+
+/// Ends the connection without a word: the server's task for it unwinds, silently, and its socket closes.
+pub fn drop_connection() -> ! {
+    std::panic::resume_unwind(Box::new("the connection is dropped by a fault"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_star_stands_for_any_text() {
+        assert!(fits("/orgs/*/actions/runners*", "/orgs/acme/actions/runners/7"));
+        assert!(fits("*", "/anything") && fits("/a", "/a"));
+        assert!(!fits("/orgs/*/actions/runners", "/orgs/acme/actions/runners/7"));
+        assert!(!fits("/a*b", "/ac"));
+    }
+}

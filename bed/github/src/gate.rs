@@ -1,0 +1,159 @@
+//! What every request of the API passes: faults, credentials, rate limits, counting, and the check of the answer.
+
+use std::sync::Arc;
+
+use axum::{
+    body::{Body, to_bytes},
+    extract::{MatchedPath, Request, State},
+    http::{HeaderValue, Method, StatusCode},
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use jiff::Timestamp;
+
+use crate::{
+    api::Refusal,
+    auth::{Caller, authenticate},
+    faults::{Effect, drop_connection, refusal},
+    hub::Hub,
+    rate::{Window, within_a_minute},
+};
+
+pub const PREFIX: &str = "/api/v3";
+
+/// Bodies larger than this are refused; GitHub's requests are small.
+const BODY_LIMIT: usize = 25 << 20;
+
+fn without_prefix(path: &str) -> &str {
+    path.strip_prefix(PREFIX).unwrap_or(path)
+}
+
+/// Lets the faults have their way with a request, to the API or to the runners' service.
+pub async fn faults(State(hub): State<Arc<Hub>>, request: Request, next: Next) -> Response {
+    let path = without_prefix(request.uri().path());
+    match hub.note(|world, _| world.fault_for(request.method().as_str(), path)) {
+        None => next.run(request).await,
+        Some(Effect::Status { status, retry_after, reset_in }) => {
+            count(&hub, &request, None);
+            refusal(status, retry_after, reset_in, hub.clock.now())
+        }
+        Some(Effect::DelayMs(ms)) => {
+            tokio::time::sleep(std::time::Duration::from_millis(ms)).await;
+            next.run(request).await
+        }
+        Some(Effect::Hang) => std::future::pending().await,
+        Some(Effect::Drop) => drop_connection(),
+        Some(Effect::LostResponse) => {
+            next.run(request).await;
+            drop_connection()
+        }
+    }
+}
+
+/// Counts a call under its route, as the table of routes names it.
+fn count(hub: &Hub, request: &Request, installation: Option<u64>) {
+    let route = request.extensions().get::<MatchedPath>().map_or(request.uri().path(), MatchedPath::as_str);
+    let key = (request.method().to_string(), without_prefix(route).to_owned(), installation);
+    hub.note(|world, _| *world.calls.entry(key).or_default() += 1);
+}
+
+/// Credentials, limits and the check of what goes in and out.
+pub async fn api(State(hub): State<Arc<Hub>>, mut request: Request, next: Next) -> Response {
+    let header = request.headers().get("authorization").and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let caller = hub.read(|world, now| authenticate(world, header.as_deref(), now, Timestamp::now()));
+    let caller = match caller {
+        Ok(caller) => caller,
+        Err(refusal) => {
+            count(&hub, &request, None);
+            return refusal.into_response();
+        }
+    };
+    count(&hub, &request, caller.as_ref().and_then(Caller::installation));
+    let account = caller.as_ref().map_or_else(|| "anonymous".to_owned(), Caller::account);
+    let free = without_prefix(request.uri().path()) == "/rate_limit";
+    if !free && let Err(refused) = take(&hub, &request, &account) {
+        return refused;
+    }
+    if let Some(caller) = caller {
+        request.extensions_mut().insert(caller);
+    }
+    let mut answer = match &hub.checker {
+        None => next.run(request).await,
+        Some(_) => checked(&hub, request, next).await,
+    };
+    rate_headers(&hub, &account, &mut answer);
+    answer
+}
+
+/// One call off the primary limit, and the secondary ones where they are on.
+fn take(hub: &Hub, request: &Request, account: &str) -> Result<(), Response> {
+    let limits = &hub.options;
+    let jit = request.method() == Method::POST && request.uri().path().ends_with("/generate-jitconfig");
+    let (primary, secondary) = hub.note(|world, now| {
+        let window = world.windows.entry(account.to_owned()).or_insert_with(|| Window::new(now));
+        let primary = window.take(limits.hourly_limit, now);
+        let secondary = limits.secondary.as_ref().filter(|secondary| {
+            let times = world.jit_configs.entry(account.to_owned()).or_default();
+            world.in_flight > secondary.concurrent
+                || (jit && !within_a_minute(times, secondary.jit_configs_per_minute, now))
+        });
+        (primary, secondary)
+    });
+    if !primary {
+        let message = format!("API rate limit exceeded for {account}.");
+        let mut answer = Refusal::new(StatusCode::FORBIDDEN, &message).into_response();
+        rate_headers(hub, account, &mut answer);
+        return Err(answer);
+    }
+    match secondary {
+        Some(secondary) => Err(refusal(403, secondary.retry_after, None, hub.clock.now())),
+        None => Ok(()),
+    }
+}
+
+fn rate_headers(hub: &Hub, account: &str, answer: &mut Response) {
+    let limit = hub.options.hourly_limit;
+    let window = hub.read(|world, now| world.windows.get(account).cloned().unwrap_or_else(|| Window::new(now)));
+    let headers = answer.headers_mut();
+    headers.insert("x-ratelimit-limit", HeaderValue::from(limit));
+    headers.insert("x-ratelimit-remaining", HeaderValue::from(limit.saturating_sub(window.used)));
+    headers.insert("x-ratelimit-used", HeaderValue::from(window.used));
+    headers.insert("x-ratelimit-reset", HeaderValue::from(window.reset.as_second()));
+    headers.insert("x-ratelimit-resource", HeaderValue::from_static("core"));
+    headers.insert("x-github-media-type", HeaderValue::from_static("github.v3; format=json"));
+}
+
+/// Counts a request as being served for as long as it is, slow and hung ones too.
+pub async fn in_flight(State(hub): State<Arc<Hub>>, request: Request, next: Next) -> Response {
+    let _guard = InFlight::new(&hub);
+    next.run(request).await
+}
+
+struct InFlight<'a>(&'a Hub);
+
+impl<'a> InFlight<'a> {
+    fn new(hub: &'a Hub) -> Self {
+        hub.note(|world, _| world.in_flight += 1);
+        Self(hub)
+    }
+}
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.0.note(|world, _| world.in_flight -= 1);
+    }
+}
+
+async fn checked(hub: &Hub, request: Request, next: Next) -> Response {
+    let checker = hub.checker.as_ref().expect("asked for");
+    let (parts, body) = request.into_parts();
+    let Ok(sent) = to_bytes(body, BODY_LIMIT).await else {
+        return Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "The body is too large").into_response();
+    };
+    let (method, path) = (parts.method.clone(), without_prefix(parts.uri.path()).to_owned());
+    let answer = next.run(Request::from_parts(parts, Body::from(sent.clone()))).await;
+    let (parts, body) = answer.into_parts();
+    let received = to_bytes(body, usize::MAX).await.expect("the simulator's own bodies are whole");
+    checker.exchange(method.as_str(), &path, &sent, parts.status.as_u16(), &received);
+    Response::from_parts(parts, Body::from(received))
+}

@@ -1,0 +1,106 @@
+//! The files in which a runner keeps its registration, with the names and members that the real one uses.
+
+use std::{collections::BTreeMap, fs, io, path::Path};
+
+use base64::{Engine, engine::general_purpose::STANDARD};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::model::{Runner, Scope};
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Settings {
+    pub agent_id: u64,
+    pub agent_name: String,
+    pub pool_id: u64,
+    pub pool_name: String,
+    pub ephemeral: bool,
+    pub server_url: String,
+    pub git_hub_url: String,
+    pub work_folder: String,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CredentialData {
+    pub client_id: String,
+    pub authorization_url: String,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Credentials {
+    pub scheme: String,
+    pub data: CredentialData,
+}
+
+/// `.runner` and `.credentials`.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Files {
+    pub settings: Settings,
+    pub credentials: Credentials,
+}
+
+pub fn of(server: &str, runner: &Runner, group: &str, work_folder: &str) -> Files {
+    let path = match &runner.scope {
+        Scope::Organization(owner) => owner.clone(),
+        Scope::Repository(owner, name) => format!("{owner}/{name}"),
+    };
+    Files {
+        settings: Settings {
+            agent_id: runner.id,
+            agent_name: runner.name.clone(),
+            pool_id: runner.group_id,
+            pool_name: group.to_owned(),
+            ephemeral: runner.ephemeral,
+            server_url: server.to_owned(),
+            git_hub_url: format!("{server}/{path}"),
+            work_folder: work_folder.to_owned(),
+        },
+        credentials: Credentials {
+            scheme: "OAuth".into(),
+            data: CredentialData {
+                client_id: runner.secret.clone(),
+                authorization_url: format!("{server}/_runner/session"),
+            },
+        },
+    }
+}
+
+/// The content of a JIT config before its own Base64: file names and contents.
+pub fn encoded(files: &Files) -> BTreeMap<&'static str, String> {
+    BTreeMap::from([
+        (".runner", STANDARD.encode(json!(files.settings).to_string())),
+        (".credentials", STANDARD.encode(json!(files.credentials).to_string())),
+    ])
+}
+
+pub fn decoded(jit_config: &str) -> Option<Files> {
+    let outer: BTreeMap<String, String> = serde_json::from_slice(&STANDARD.decode(jit_config.trim()).ok()?).ok()?;
+    let file = |name| STANDARD.decode(outer.get(name)?).ok();
+    Some(Files {
+        settings: serde_json::from_slice(&file(".runner")?).ok()?,
+        credentials: serde_json::from_slice(&file(".credentials")?).ok()?,
+    })
+}
+
+pub fn write(dir: &Path, files: &Files) -> io::Result<()> {
+    fs::write(dir.join(".runner"), serde_json::to_vec_pretty(&files.settings)?)?;
+    fs::write(dir.join(".credentials"), serde_json::to_vec_pretty(&files.credentials)?)
+}
+
+pub fn read(dir: &Path) -> io::Result<Files> {
+    Ok(Files {
+        settings: serde_json::from_slice(&fs::read(dir.join(".runner"))?)?,
+        credentials: serde_json::from_slice(&fs::read(dir.join(".credentials"))?)?,
+    })
+}
+
+pub fn remove(dir: &Path) {
+    for name in [".credentials", ".runner"] {
+        match fs::remove_file(dir.join(name)) {
+            Ok(()) => println!("√ Removed {name}"),
+            Err(_) => println!("Does not exist. Skipping Removing {name}"),
+        }
+    }
+}

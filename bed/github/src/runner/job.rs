@@ -1,0 +1,71 @@
+//! The work of a job: its script, or the passing of its time.
+
+use std::{fs, process::Stdio, time::Duration};
+
+use nix::{
+    sys::signal::{Signal, killpg},
+    unistd::Pid,
+};
+use tokio::process::Command;
+
+use super::files::Settings;
+use crate::{Conclusion, protocol::Assignment};
+
+/// Runs the job. Dropping this kills what it started.
+pub async fn run(job: &Assignment, settings: &Settings) -> Conclusion {
+    let Some(script) = &job.script else {
+        match job.duration_ms {
+            Some(ms) => tokio::time::sleep(Duration::from_millis(ms)).await,
+            None => std::future::pending().await,
+        }
+        return Conclusion::Success;
+    };
+    let _ = fs::create_dir_all(&settings.work_folder);
+    let child = Command::new("sh")
+        .args(["-e", "-c", script])
+        .current_dir(&settings.work_folder)
+        .env("CI", "true")
+        .env("GITHUB_ACTIONS", "true")
+        .env("GITHUB_JOB", &job.name)
+        .env("GITHUB_REPOSITORY", &job.repository)
+        .env("GITHUB_RUN_ID", job.run_id.to_string())
+        .env("RUNNER_NAME", &settings.agent_name)
+        .env_remove("RUNNER_JITCONFIG")
+        .stdin(Stdio::null())
+        .process_group(0)
+        .kill_on_drop(true)
+        .spawn();
+    let mut child = match child {
+        Ok(child) => child,
+        Err(error) => {
+            eprintln!("The job's script cannot be started: {error}");
+            return Conclusion::Failure;
+        }
+    };
+    let _family = Family(child.id());
+    match child.wait().await {
+        Ok(status) if status.success() => Conclusion::Success,
+        _ => Conclusion::Failure,
+    }
+}
+
+/// Kills the job's process group in the end: like the real runner, nothing that a job started outlives it.
+struct Family(Option<u32>);
+
+impl Drop for Family {
+    fn drop(&mut self) {
+        if let Some(leader) = self.0 {
+            let _ = killpg(Pid::from_raw(leader as i32), Signal::SIGKILL);
+        }
+    }
+}
+
+/// The runner's own word for an outcome.
+pub fn result(conclusion: Conclusion) -> &'static str {
+    match conclusion {
+        Conclusion::Success => "Succeeded",
+        Conclusion::Failure | Conclusion::TimedOut => "Failed",
+        Conclusion::Cancelled => "Canceled",
+        Conclusion::Skipped => "Skipped",
+    }
+}

@@ -1,0 +1,160 @@
+//! Jobs, runs, and who takes what.
+
+use std::{collections::HashSet, time::Duration};
+
+use axum::http::Method;
+use paddock_bed_github::{Conclusion, JobRequest, Options, Status};
+use serde_json::json;
+
+use crate::bed::{Bed, DEADLINE};
+
+#[tokio::test]
+async fn any_idle_runner_with_the_labels_may_take_a_job() {
+    let mut takers = HashSet::new();
+    for seed in 0..8 {
+        let bed = Bed::with(Options { seed, ..Options::default() }).await;
+        for name in ["a", "b", "c"] {
+            bed.jit(name, &["linux", "GPU"]).await;
+            bed.github.play_runner(name).unwrap();
+        }
+        bed.jit("other", &["linux"]).await;
+        bed.github.play_runner("other").unwrap();
+        bed.jit("offline", &["gpu"]).await;
+        let job = bed.github.queue_job(bed.job(&["gpu"])).unwrap();
+        let job = bed.github.job(job.id).unwrap();
+        assert_eq!(job.status, Status::InProgress);
+        takers.insert(job.taken_by.unwrap().runner_name);
+        assert_eq!(bed.github.queue_job(bed.job(&["gpu", "arm"])).unwrap().status, Status::Queued);
+        bed.finish().await;
+    }
+    assert!(takers.len() > 1 && takers.iter().all(|name| ["a", "b", "c"].contains(&name.as_str())), "{takers:?}");
+}
+
+#[tokio::test]
+async fn a_job_and_its_run_are_seen_through_the_api_at_every_stage() {
+    let bed = Bed::start().await;
+    let job = bed.github.queue_job(JobRequest { run_id: Some(77), ..bed.job(&["x"]) }).unwrap();
+    let second = bed.github.queue_job(JobRequest { run_id: Some(77), ..bed.job(&["y"]) }).unwrap();
+    let path = format!("/repos/acme/app/actions/jobs/{}", job.id);
+    let queued = bed.get(&path).await;
+    assert_eq!((&queued.body["status"], &queued.body["runner_name"]), (&json!("queued"), &json!(null)));
+    assert_eq!(bed.get("/repos/acme/app/actions/runs?status=queued").await.body["total_count"], 1);
+
+    bed.jit("r1", &["x"]).await;
+    bed.github.play_runner("r1").unwrap();
+    let running = bed.get(&path).await;
+    assert_eq!((&running.body["status"], &running.body["runner_name"]), (&json!("in_progress"), &json!("r1")));
+    assert_eq!(running.body["runner_group_name"], "Default");
+    assert_eq!(bed.get("/repos/acme/app/actions/runs/77").await.body["status"], "in_progress");
+
+    bed.github.finish_job(job.id, Conclusion::Failure);
+    assert_eq!(bed.get(&path).await.body["conclusion"], "failure");
+    assert_eq!(bed.get("/repos/acme/app/actions/runs/77").await.body["status"], "in_progress");
+    bed.github.finish_job(second.id, Conclusion::Success);
+    let run = bed.get("/repos/acme/app/actions/runs/77").await;
+    assert_eq!((&run.body["status"], &run.body["conclusion"]), (&json!("completed"), &json!("failure")));
+    let jobs = bed.get("/repos/acme/app/actions/runs/77/jobs?per_page=1").await;
+    assert_eq!((&jobs.body["total_count"], jobs.next().is_some()), (&json!(2), true));
+    assert_eq!(bed.get("/repos/acme/app/actions/runs/78").await.status, 404);
+    assert_eq!(bed.get("/repos/acme/app/actions/jobs/78").await.status, 404);
+    bed.finish().await;
+}
+
+#[tokio::test]
+async fn a_played_job_ends_when_its_time_is_over() {
+    let bed = Bed::start().await;
+    bed.jit("r1", &["x"]).await;
+    bed.github.play_runner("r1").unwrap();
+    let long = JobRequest { duration_ms: Some(1_800_000), ..bed.job(&["x"]) };
+    let job = bed.github.queue_job(long).unwrap();
+    bed.github.advance(Duration::from_secs(1700));
+    assert_eq!(bed.github.job(job.id).unwrap().status, Status::InProgress);
+    bed.github.advance(Duration::from_secs(200));
+    assert_eq!(bed.github.job(job.id).unwrap().conclusion, Some(Conclusion::Success));
+    assert!(bed.github.runner("r1").is_none());
+
+    bed.jit("r2", &["x"]).await;
+    bed.github.play_runner("r2").unwrap();
+    let short = bed.github.queue_job(JobRequest { duration_ms: Some(50), ..bed.job(&["x"]) }).unwrap();
+    bed.github.until_job(short.id, DEADLINE, |job| job.status == Status::Completed).await.unwrap();
+    bed.finish().await;
+}
+
+#[tokio::test]
+async fn cancelling_a_run_ends_its_jobs_once() {
+    let bed = Bed::start().await;
+    let request = JobRequest { run_id: Some(5), ..bed.job(&["x"]) };
+    let job = bed.github.queue_job(request.clone()).unwrap();
+    assert_eq!(bed.post("/repos/acme/app/actions/runs/5/cancel", json!({})).await.status, 202);
+    assert_eq!(bed.github.job(job.id).unwrap().conclusion, Some(Conclusion::Cancelled));
+    let again = bed.post("/repos/acme/app/actions/runs/5/cancel", json!({})).await;
+    assert_eq!((again.status, again.message()), (409, "Cannot cancel a workflow run that is completed."));
+    let another = bed.github.queue_job(request).unwrap();
+    assert_eq!(bed.post("/repos/acme/app/actions/runs/5/force-cancel", json!({})).await.status, 202);
+    assert_eq!(bed.github.job(another.id).unwrap().conclusion, Some(Conclusion::Cancelled));
+    bed.finish().await;
+}
+
+#[tokio::test]
+async fn a_run_may_be_over_while_a_job_of_it_is_still_queued() {
+    let bed = Bed::start().await;
+    let job = bed.github.queue_job(JobRequest { run_id: Some(5), ..bed.job(&["x"]) }).unwrap();
+    bed.github.finish_run(5, Conclusion::Cancelled);
+    assert_eq!(bed.get("/repos/acme/app/actions/runs/5").await.body["status"], "completed");
+    assert_eq!(bed.get(&format!("/repos/acme/app/actions/jobs/{}", job.id)).await.body["status"], "queued");
+    bed.finish().await;
+}
+
+#[tokio::test]
+async fn public_repositories_need_a_group_that_allows_them() {
+    let bed = Bed::start().await;
+    bed.github.repository("acme", "public", false).unwrap();
+    let job = bed.github.queue_job(JobRequest { repo: "public".into(), ..bed.job(&["x"]) }).unwrap();
+    bed.jit("default", &["x"]).await;
+    bed.github.play_runner("default").unwrap();
+    assert_eq!(bed.github.job(job.id).unwrap().status, Status::Queued);
+    let open = json!({"name": "open", "allows_public_repositories": true});
+    let group = bed.post("/orgs/acme/actions/runner-groups", open).await.body["id"].clone();
+    let jit = json!({"name": "open", "runner_group_id": group, "labels": ["x"]});
+    bed.post("/orgs/acme/actions/runners/generate-jitconfig", jit).await;
+    bed.github.play_runner("open").unwrap();
+    assert_eq!(bed.github.job(job.id).unwrap().taken_by.unwrap().group_name, "open");
+    bed.finish().await;
+}
+
+#[tokio::test]
+async fn a_runner_of_a_persons_repository_serves_that_one_alone() {
+    let bed = Bed::start().await;
+    bed.github.user("alice");
+    bed.github.repository("alice", "site", false).unwrap();
+    bed.github.install(bed.app.id, "alice").unwrap();
+    let token = bed.github.personal_token(&["alice"]);
+    let body = json!({"name": "r1", "runner_group_id": 1, "labels": ["x"]});
+    let path = "/repos/alice/site/actions/runners/generate-jitconfig";
+    assert_eq!(bed.call_as(&token, Method::POST, path, Some(body)).await.status, 201);
+    bed.github.play_runner("r1").unwrap();
+    let elsewhere = |owner: &str, repo: &str| JobRequest { owner: owner.into(), repo: repo.into(), ..bed.job(&["x"]) };
+    let foreign = [elsewhere("alice", "other"), elsewhere("acme", "app")];
+    let foreign = foreign.map(|request| bed.github.queue_job(request).unwrap());
+    let own = bed.github.queue_job(elsewhere("alice", "site")).unwrap();
+    assert_eq!(bed.github.job(own.id).unwrap().status, Status::InProgress);
+    assert!(foreign.iter().all(|job| bed.github.job(job.id).unwrap().status == Status::Queued));
+    bed.finish().await;
+}
+
+#[tokio::test]
+async fn a_lost_runner_stays_busy_until_github_gives_its_job_up() {
+    let bed = Bed::start().await;
+    let id = bed.jit("r1", &["x"]).await.body["runner"]["id"].clone();
+    bed.github.play_runner("r1").unwrap();
+    let job = bed.github.queue_job(bed.job(&["x"])).unwrap();
+    bed.github.lose_runner("r1").unwrap();
+    bed.github.advance(Duration::from_secs(60));
+    let lost = bed.get(&format!("/orgs/acme/actions/runners/{id}")).await;
+    assert_eq!((&lost.body["status"], &lost.body["busy"]), (&json!("offline"), &json!(true)));
+    assert_eq!(bed.delete(&format!("/orgs/acme/actions/runners/{id}")).await.status, 422);
+    bed.github.advance(Duration::from_secs(600));
+    assert_eq!(bed.github.job(job.id).unwrap().conclusion, Some(Conclusion::Failure));
+    assert!(bed.github.runner("r1").is_none());
+    bed.finish().await;
+}
