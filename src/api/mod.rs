@@ -3,6 +3,8 @@
 //! The API server does the checking: ranges, patterns and CEL rules are part of the schemas. Unknown fields are refused
 //! under strict field validation, which `kubectl` asks for by default, and pruned otherwise.
 
+#![allow(clippy::duplicated_attributes, reason = "every printer column has a type of its own")]
+
 pub mod board;
 pub mod claim;
 pub mod common;

@@ -35,7 +35,7 @@ pub fn tests(shared: &Arc<Shared>) -> Result<Vec<Trial>> {
         let objects = objects.clone();
         let name = format!("refused::{}", case.rule.replace(' ', "_"));
         tests.push(test(shared, name, move |shared| async move {
-            let answer = run(&shared.server, &objects, &case, &format!("refused-{number}")).await?;
+            let answer = run(shared.server(), &objects, &case, &format!("refused-{number}")).await?;
             let Err(answer) = answer else { bail!("the server accepts it") };
             ensure!(answer.contains(&case.says), "the server says: {answer}");
             Ok(())
@@ -45,7 +45,7 @@ pub fn tests(shared: &Arc<Shared>) -> Result<Vec<Trial>> {
         let objects = objects.clone();
         let name = format!("accepted::{}", case.rule.replace(' ', "_"));
         tests.push(test(shared, name, move |shared| async move {
-            match run(&shared.server, &objects, &case, &format!("accepted-{number}")).await? {
+            match run(shared.server(), &objects, &case, &format!("accepted-{number}")).await? {
                 Ok((sent, stored)) => contains(&stored, &sent, ""),
                 Err(answer) => bail!("the server refuses it: {answer}"),
             }

@@ -8,11 +8,7 @@ use paddock::api;
 use crate::server::root;
 
 pub fn tests() -> Vec<Trial> {
-    let mut files = vec![];
-    for (name, text) in api::crds_yaml() {
-        files.push((format!("crds/{name}"), text.clone()));
-        files.push((format!("charts/paddock/files/crds/{name}"), text));
-    }
+    let mut files: Vec<_> = api::crds_yaml().into_iter().map(|(name, text)| (format!("crds/{name}"), text)).collect();
     files.push(("docs/reference.md".into(), api::reference_markdown()));
     files
         .into_iter()

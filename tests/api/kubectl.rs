@@ -28,7 +28,8 @@ pub fn tests(shared: &Arc<Shared>) -> Vec<Trial> {
 
 async fn examples_apply(shared: Arc<Shared>) -> Result<()> {
     let examples = root().join("examples");
-    let text = shared.server.kubectl_text(&["apply", "--dry-run=server", "-f", examples.to_str().context("path")?])?;
+    let text =
+        shared.server().kubectl_text(&["apply", "--dry-run=server", "-f", examples.to_str().context("path")?])?;
     let manifests =
         fs::read_dir(examples)?.filter(|file| file.as_ref().is_ok_and(|file| file.path().is_file())).count();
     ensure!(text.lines().count() == manifests && manifests >= 5, "{manifests} files: {text}");
@@ -44,7 +45,7 @@ async fn workflow_claim_applies(shared: Arc<Shared>) -> Result<()> {
         .replace("$GITHUB_RUN_ID", "9876543210")
         .replace("$GITHUB_RUN_ATTEMPT", "1")
         .replace("$GITHUB_REPOSITORY", "my-org/my-repo");
-    let applied = shared.server.kubectl(&["apply", "--dry-run=server", "-f", "-"], &manifest)?;
+    let applied = shared.server().kubectl(&["apply", "--dry-run=server", "-f", "-"], &manifest)?;
     ensure!(applied.status.success(), "{}", String::from_utf8_lossy(&applied.stderr));
     ensure!(workflow["jobs"]["build"]["runs-on"] == "${{ github.run_id }}", "the build runs on the claimed machines");
     Ok(())
@@ -54,11 +55,11 @@ async fn unknown_fields(shared: Arc<Shared>) -> Result<()> {
     let mut claim = cases::objects()?["ec2-claim"].clone();
     claim["spec"]["cuont"] = json!(3);
     let manifest = claim.to_string();
-    let refused = shared.server.kubectl(&["apply", "--dry-run=server", "-f", "-"], &manifest)?;
+    let refused = shared.server().kubectl(&["apply", "--dry-run=server", "-f", "-"], &manifest)?;
     let message = String::from_utf8(refused.stderr)?;
     ensure!(!refused.status.success() && message.contains(r#"unknown field "spec.cuont""#), "{message}");
     let args = ["create", "--dry-run=server", "--validate=ignore", "-o", "json", "-f", "-"];
-    let accepted = shared.server.kubectl(&args, &manifest)?;
+    let accepted = shared.server().kubectl(&args, &manifest)?;
     let stored: Value = serde_json::from_slice(&accepted.stdout)?;
     ensure!(stored["spec"].get("cuont").is_none() && stored["spec"]["count"] == 2, "{stored}");
     Ok(())
@@ -66,7 +67,7 @@ async fn unknown_fields(shared: Arc<Shared>) -> Result<()> {
 
 async fn wait_for_ready(shared: Arc<Shared>) -> Result<()> {
     let claim = named("ec2-claim", "waited-for")?;
-    let server = &shared.server;
+    let server = shared.server();
     server.create(&claim, false).await.map_err(anyhow::Error::msg)?;
     let wait = |seconds| server.kubectl(&["wait", "--for=condition=Ready", "rclaim/waited-for", seconds], "");
     server
@@ -81,7 +82,7 @@ async fn wait_for_ready(shared: Arc<Shared>) -> Result<()> {
 }
 
 async fn workers_table(shared: Arc<Shared>) -> Result<()> {
-    let server = &shared.server;
+    let server = shared.server();
     let objects = cases::objects()?;
     for number in 0..100 {
         let (from, name, status) = match number % 2 {
@@ -129,7 +130,7 @@ async fn workers_table(shared: Arc<Shared>) -> Result<()> {
 }
 
 async fn claims_table(shared: Arc<Shared>) -> Result<()> {
-    let server = &shared.server;
+    let server = shared.server();
     let claim = named("ec2-claim", "run-19876543210-1")?;
     server.create(&claim, false).await.map_err(anyhow::Error::msg)?;
     let mut status = ready("False", "InsufficientCapacity", "insufficient capacity in zones a, b; retry at 12:00:00Z");
@@ -152,7 +153,7 @@ async fn claims_table(shared: Arc<Shared>) -> Result<()> {
 }
 
 async fn pools_table(shared: Arc<Shared>) -> Result<()> {
-    let server = &shared.server;
+    let server = shared.server();
     let pool = named("board-pool", "table-riscv")?;
     server.create(&pool, false).await.map_err(anyhow::Error::msg)?;
     let mut status = ready("True", "Ready", "3 of 4 slots are free");
@@ -169,17 +170,17 @@ async fn pools_table(shared: Arc<Shared>) -> Result<()> {
 
 async fn short_names(shared: Arc<Shared>) -> Result<()> {
     for (short, kind) in [("rpool,rpools", "runnerpools"), ("rclaim,rclaims", "runnerclaims"), ("wk", "workers")] {
-        let text = shared.server.kubectl_text(&["api-resources", "--api-group=paddock.dev", "--no-headers"])?;
+        let text = shared.server().kubectl_text(&["api-resources", "--api-group=paddock.dev", "--no-headers"])?;
         let found = text.lines().any(|line| line.starts_with(kind) && line.split_whitespace().nth(1) == Some(short));
         ensure!(found, "{text}");
     }
-    let text = shared.server.kubectl_text(&["api-resources", "--categories=paddock", "-o", "name"])?;
+    let text = shared.server().kubectl_text(&["api-resources", "--categories=paddock", "-o", "name"])?;
     ensure!(text.lines().count() == 3, "{text}");
     Ok(())
 }
 
 async fn field_selectors(shared: Arc<Shared>) -> Result<()> {
-    let server = &shared.server;
+    let server = shared.server();
     for (name, pool, phase) in [("sel-a", "pool-a", "Ready"), ("sel-b", "pool-b", "Pending")] {
         let mut claim = named("ec2-claim", name)?;
         claim["spec"]["pool"] = json!(pool);
@@ -211,7 +212,7 @@ async fn field_selectors(shared: Arc<Shared>) -> Result<()> {
 }
 
 async fn explain(shared: Arc<Shared>) -> Result<()> {
-    let text = shared.server.kubectl_text(&["explain", "rclaim.spec.runId"])?;
+    let text = shared.server().kubectl_text(&["explain", "rclaim.spec.runId"])?;
     let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
     ensure!(words.contains("reaches them and nothing else does."), "{text}");
     Ok(())

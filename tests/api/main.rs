@@ -7,7 +7,11 @@ mod objects;
 mod server;
 mod sweep;
 
-use std::{future::Future, process::ExitCode, sync::Arc};
+use std::{
+    future::Future,
+    process::ExitCode,
+    sync::{Arc, OnceLock},
+};
 
 use anyhow::Result;
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -17,25 +21,28 @@ use tokio::runtime::Runtime;
 /// What all tests share: one server, and the runtime that its client lives in.
 struct Shared {
     runtime: Runtime,
-    server: Server,
+    server: OnceLock<Server>,
+}
+
+impl Shared {
+    fn server(&self) -> &Server {
+        self.server.get().expect("it is started before the first test")
+    }
 }
 
 fn main() -> Result<ExitCode> {
     let arguments = Arguments::from_args();
-    let runtime = Runtime::new()?;
+    let shared = Arc::new(Shared { runtime: Runtime::new()?, server: OnceLock::new() });
     let mut tests = files::tests();
-    if arguments.list {
-        return Ok(libtest_mimic::run(&arguments, tests).exit_code());
-    }
-    let server = runtime.block_on(Server::start())?;
-    let shared = Arc::new(Shared { runtime, server });
     tests.extend(cases::tests(&shared)?);
     tests.extend(kubectl::tests(&shared));
     tests.extend(objects::tests(&shared));
     tests.extend(sweep::tests(&shared)?);
-    let conclusion = libtest_mimic::run(&arguments, tests);
-    drop(shared);
-    Ok(conclusion.exit_code())
+    if !arguments.list {
+        let server = shared.runtime.block_on(Server::start())?;
+        shared.server.get_or_init(|| server);
+    }
+    Ok(libtest_mimic::run(&arguments, tests).exit_code())
 }
 
 /// A test that talks to the server.

@@ -35,7 +35,7 @@ pub fn tests(shared: &Arc<Shared>) -> Vec<Trial> {
 /// What the server makes of the least that it accepts is what the types make of it.
 async fn defaults_agree(shared: Arc<Shared>) -> Result<()> {
     async fn check<T: DeserializeOwned + Serialize>(shared: &Shared, least: Value) -> Result<Value> {
-        let stored = shared.server.create(&least, true).await.map_err(anyhow::Error::msg)?;
+        let stored = shared.server().create(&least, true).await.map_err(anyhow::Error::msg)?;
         let typed = serde_json::to_value(serde_json::from_value::<T>(least)?)?;
         ensure!(stored["spec"] == typed["spec"], "server: {}\ntypes: {}", stored["spec"], typed["spec"]);
         Ok(stored)
@@ -92,7 +92,7 @@ async fn specs_survive(shared: Arc<Shared>) -> Result<()> {
             Some("RunnerClaim") => through::<RunnerClaim>(&object)?,
             _ => through::<Worker>(&object)?,
         };
-        let stored = shared.server.create(&typed, true).await.map_err(anyhow::Error::msg)?;
+        let stored = shared.server().create(&typed, true).await.map_err(anyhow::Error::msg)?;
         ensure!(stored["spec"] == typed["spec"], "server: {}\ntypes: {}", stored["spec"], typed["spec"]);
         ensure!(paths(&object["spec"]) == paths(&typed["spec"]), "the types drop a field of {}", object["spec"]);
     }
@@ -114,7 +114,7 @@ async fn null_is_absent(shared: Arc<Shared>) -> Result<()> {
     pool["spec"]["board"] = Value::Null;
     pool["spec"]["ec2"]["minIdle"] = Value::Null;
     pool["spec"]["ec2"]["reuse"]["maxClaims"] = Value::Null;
-    let stored = shared.server.create(&pool, true).await.map_err(anyhow::Error::msg)?;
+    let stored = shared.server().create(&pool, true).await.map_err(anyhow::Error::msg)?;
     ensure!(stored["spec"].get("board").is_none() && stored["spec"]["ec2"]["minIdle"] == 0, "{}", stored["spec"]);
     ensure!(stored["spec"]["ec2"]["reuse"].get("maxClaims").is_none(), "{}", stored["spec"]);
     Ok(())
@@ -223,7 +223,7 @@ where
         + Debug,
     S: Clone + Default + PartialEq + Serialize + Debug,
 {
-    let api: Api<T> = Api::namespaced(shared.server.client.clone(), "default");
+    let api: Api<T> = Api::namespaced(shared.server().client.clone(), "default");
     let mut object = cases::objects()?[from].clone();
     object["metadata"] = json!({ "name": name });
     api.create(&PostParams::default(), &serde_json::from_value(object)?).await?;
@@ -246,13 +246,13 @@ async fn status_is_apart(shared: Arc<Shared>) -> Result<()> {
     let mut claim = cases::objects()?["ec2-claim"].clone();
     claim["metadata"]["name"] = json!("apart");
     claim["status"] = json!({ "phase": "Ready" });
-    let stored = shared.server.create(&claim, false).await.map_err(anyhow::Error::msg)?;
+    let stored = shared.server().create(&claim, false).await.map_err(anyhow::Error::msg)?;
     ensure!(stored.get("status").is_none(), "a user cannot set the status: {stored}");
     let patch = json!({ "spec": { "count": 7 }, "status": { "phase": "Pending" } });
-    let stored = shared.server.patch(&claim, Some("status"), &patch).await.map_err(anyhow::Error::msg)?;
+    let stored = shared.server().patch(&claim, Some("status"), &patch).await.map_err(anyhow::Error::msg)?;
     ensure!(stored["spec"]["count"] == 2 && stored["status"]["phase"] == "Pending", "{stored}");
     ensure!(stored["metadata"]["generation"] == 1, "a status is no new generation: {stored}");
-    shared.server.delete(&claim).await
+    shared.server().delete(&claim).await
 }
 
 async fn unknown_states(shared: Arc<Shared>) -> Result<()> {
@@ -263,9 +263,9 @@ async fn unknown_states(shared: Arc<Shared>) -> Result<()> {
     ] {
         let mut object = cases::objects()?[from].clone();
         object["metadata"]["name"] = json!("states");
-        shared.server.create(&object, false).await.map_err(anyhow::Error::msg)?;
-        let answer = shared.server.patch(&object, Some("status"), &json!({ "status": status })).await;
-        shared.server.delete(&object).await?;
+        shared.server().create(&object, false).await.map_err(anyhow::Error::msg)?;
+        let answer = shared.server().patch(&object, Some("status"), &json!({ "status": status })).await;
+        shared.server().delete(&object).await?;
         let message = answer.err().unwrap_or_default();
         ensure!(message.contains("Unsupported value"), "{status}: {message}");
     }

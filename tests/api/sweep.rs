@@ -43,7 +43,7 @@ async fn all_refused(shared: &Shared, breaks: Vec<Break>) -> Result<()> {
     let accepted: Vec<String> = stream::iter(breaks)
         .map(|case| async move {
             let what = format!("{}: {}", case.field, case.how);
-            match shared.server.create(&case.object, true).await {
+            match shared.server().create(&case.object, true).await {
                 Ok(_) => Some(format!("{what}: accepted")),
                 Err(message) if message.contains(&case.field) && message.contains(case.says) => None,
                 Err(message) => Some(format!("{what}: {}", message.chars().take(500).collect::<String>())),
