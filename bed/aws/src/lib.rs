@@ -1,0 +1,268 @@
+//! The AWS half of the test bed: DynamoDB, SQS and EC2 behind one endpoint that misbehaves when told to, and machines
+//! that run what is launched.
+
+mod admin;
+mod call;
+mod capacity;
+mod catalogue;
+mod describe;
+mod ec2;
+mod emulators;
+pub mod faults;
+mod fleet;
+mod form;
+mod front;
+mod imds;
+mod instances;
+mod line;
+pub mod machines;
+mod sqs;
+mod xml;
+
+use std::{
+    fmt::Write,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, anyhow, bail};
+use paddock_bed_process::tool;
+use roxmltree::Document;
+use sha2::{Digest, Sha256};
+use tokio::runtime::{Builder, Handle, Runtime};
+
+pub use crate::{
+    call::Service,
+    capacity::{Limit, Usage},
+    front::Calls,
+    instances::{Instance, InstanceState, Shutdown},
+};
+use crate::{
+    catalogue::Catalogue,
+    emulators::Emulator,
+    faults::{Fault, Rule},
+    form::Form,
+    front::{Failure, Front, Outcome, Upstream},
+    line::{Line, LineListener},
+};
+
+/// An emulator that takes longer than this for one call is stuck.
+const CALL_DEADLINE: Duration = Duration::from_secs(60);
+
+/// A running AWS. Everything ends when it is dropped, or with the program.
+pub struct Aws {
+    front: Arc<Front>,
+    endpoint: String,
+    dir: PathBuf,
+    subnets: Vec<(String, String)>,
+    ami_id: String,
+    security_group_id: String,
+    /// The front runs on threads of its own, so that it answers while a test blocks and outlives a test's runtime.
+    runtime: OwnRuntime,
+    _emulators: [Emulator; 3],
+}
+
+/// A file that machines can fetch.
+#[derive(Clone, Debug)]
+pub struct ServedFile {
+    pub url: String,
+    pub sha256: String,
+}
+
+impl Aws {
+    /// Starts everything with its files and logs below `dir`.
+    pub async fn start(dir: &Path) -> Result<Self> {
+        std::fs::create_dir_all(dir)?;
+        let dir = dir.canonicalize()?;
+        let runtime = OwnRuntime::new()?;
+        let aws = runtime.handle().spawn(prepare(dir)).await.context("the start of the AWS bed panicked")??;
+        Ok(Self { runtime, ..aws })
+    }
+
+    /// The one URL for every service.
+    pub fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
+    /// What a program needs in its environment to use this AWS through an SDK.
+    pub fn env(&self) -> Vec<(String, String)> {
+        let pairs = [
+            ("AWS_ENDPOINT_URL", self.endpoint.as_str()),
+            ("AWS_REGION", "us-east-1"),
+            ("AWS_ACCESS_KEY_ID", "AKIABED"),
+            ("AWS_SECRET_ACCESS_KEY", "bed"),
+            ("AWS_EC2_METADATA_DISABLED", "true"),
+        ];
+        pairs.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned())).collect()
+    }
+
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The subnets of the default network, one per zone: `(subnet id, zone)`.
+    pub fn subnets(&self) -> Vec<(String, String)> {
+        self.subnets.clone()
+    }
+
+    /// An image that can be launched.
+    pub fn ami_id(&self) -> &str {
+        &self.ami_id
+    }
+
+    /// A security group that can be launched into.
+    pub fn security_group_id(&self) -> &str {
+        &self.security_group_id
+    }
+
+    /// Puts a rule into force, after those that are; answers its number.
+    pub fn add_fault(&self, rule: Rule) -> u64 {
+        self.front.faults.lock().unwrap().add(rule)
+    }
+
+    pub fn remove_fault(&self, id: u64) {
+        self.front.faults.lock().unwrap().remove(id);
+    }
+
+    pub fn clear_faults(&self) {
+        self.front.faults.lock().unwrap().clear();
+    }
+
+    pub fn faults(&self) -> Vec<Fault> {
+        self.front.faults.lock().unwrap().list().to_vec()
+    }
+
+    /// How often each action was called since the start or the last reset.
+    pub fn calls(&self) -> Calls {
+        self.front.calls.lock().unwrap().clone()
+    }
+
+    pub fn call_count(&self, service: Service, action: &str) -> u64 {
+        self.calls().get(&service).and_then(|actions| actions.get(action)).copied().unwrap_or(0)
+    }
+
+    pub fn reset_calls(&self) {
+        self.front.calls.lock().unwrap().clear();
+    }
+
+    /// Limits how many more instances a fleet gets; a limit for the same zone, type and usage is replaced.
+    pub fn set_capacity(&self, limit: Limit) {
+        self.front.capacity.lock().unwrap().set(limit);
+    }
+
+    pub fn clear_capacity(&self) {
+        self.front.capacity.lock().unwrap().clear();
+    }
+
+    /// Every instance that was ever launched.
+    pub fn instances(&self) -> Vec<Instance> {
+        self.front.instances.list()
+    }
+
+    /// Terminates as the cloud would, unseen by the counters and the faults.
+    pub async fn terminate(&self, id: &str) -> Result<()> {
+        let (front, id) = (self.front.clone(), id.to_owned());
+        self.run(async move { ec2::terminate(&front, &[&id]).await }).await
+    }
+
+    /// Makes a file available to machines by HTTP.
+    pub fn serve_file(&self, path: &Path) -> Result<ServedFile> {
+        let shown = path.display();
+        let content = std::fs::read(path).with_context(|| format!("cannot serve {shown}"))?;
+        let sha256 = Sha256::digest(content).iter().fold(String::new(), |mut hex, byte| {
+            let _ = write!(hex, "{byte:02x}");
+            hex
+        });
+        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { bail!("{shown} has no plain name") };
+        let key = format!("{sha256}/{name}");
+        let url = format!("{}/_files/{key}", self.endpoint);
+        self.front.files.lock().unwrap().insert(key, path.to_owned());
+        Ok(ServedFile { url, sha256 })
+    }
+
+    async fn run<T: Send + 'static>(&self, work: impl Future<Output = Outcome<T>> + Send + 'static) -> Result<T> {
+        self.runtime.handle().spawn(work).await?.map_err(explain)
+    }
+}
+
+/// A runtime that may be dropped from within another.
+struct OwnRuntime(Option<Runtime>);
+
+impl OwnRuntime {
+    fn new() -> Result<Self> {
+        let runtime = Builder::new_multi_thread().worker_threads(2).thread_name("aws").enable_all().build()?;
+        Ok(Self(Some(runtime)))
+    }
+
+    fn handle(&self) -> &Handle {
+        self.0.as_ref().expect("there until it is dropped").handle()
+    }
+}
+
+impl Drop for OwnRuntime {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+async fn prepare(dir: PathBuf) -> Result<Aws> {
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
+    let port = listener.local_addr()?.port();
+    let http = reqwest::Client::builder().no_proxy().timeout(CALL_DEADLINE).build()?;
+    let catalogue = tokio::task::spawn_blocking(|| Catalogue::of_moto(&tool("moto")?));
+    let (dynamodb, sqs, moto) = tokio::try_join!(
+        emulators::dynamodb(&dir, &http),
+        emulators::sqs(&dir, &http, port),
+        emulators::ec2(&dir, &http),
+    )?;
+    let upstream = |emulator: &Emulator| Upstream { url: emulator.url.clone(), log: emulator.log().to_owned() };
+    let front = Arc::new(Front {
+        http,
+        dynamodb: upstream(&dynamodb),
+        sqs: upstream(&sqs),
+        ec2: upstream(&moto),
+        faults: Default::default(),
+        calls: Default::default(),
+        capacity: Default::default(),
+        catalogue: catalogue.await??,
+        queues: Default::default(),
+        instances: Default::default(),
+        fleets: Default::default(),
+        files: Default::default(),
+        moto: Default::default(),
+    });
+    let subnets = ec2::subnets(&front).await.map_err(explain)?;
+    let image = Form::action("RegisterImage").with("Name", "paddock").with("Architecture", "x86_64");
+    let ami_id = learn(&front, &image, "imageId").await?;
+    let security_group_id = learn(&front, &Form::action("DescribeSecurityGroups"), "groupId").await?;
+    let service = admin::router(front.clone()).into_make_service_with_connect_info::<Line>();
+    tokio::spawn(async move { axum::serve(LineListener(listener), service).await });
+    Ok(Aws {
+        front,
+        endpoint: format!("http://127.0.0.1:{port}"),
+        dir,
+        subnets,
+        ami_id,
+        security_group_id,
+        runtime: OwnRuntime(None),
+        _emulators: [dynamodb, sqs, moto],
+    })
+}
+
+/// One value out of moto's answer.
+async fn learn(front: &Front, form: &Form, name: &str) -> Result<String> {
+    let text = front.moto(form).await.map_err(explain)?;
+    let document = Document::parse(&text)?;
+    let value = xml::find(&document, name).and_then(|node| node.text());
+    Ok(value.with_context(|| format!("moto answers without {name}: {text}"))?.to_owned())
+}
+
+fn explain(failure: Failure) -> anyhow::Error {
+    match failure {
+        Failure::Refused(answer) => anyhow!("EC2 refuses: {}", answer.text()),
+        Failure::Broken(error) => error,
+    }
+}

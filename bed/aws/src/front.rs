@@ -1,0 +1,187 @@
+//! The one endpoint that every SDK client talks to: it tells the services apart, counts, misbehaves as it is told,
+//! and passes on.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::PathBuf,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use anyhow::anyhow;
+use axum::{
+    body::{Body, Bytes, to_bytes},
+    extract::{ConnectInfo, Request, State},
+    http::{HeaderMap, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+
+use crate::{
+    call::{Answer, Call, Service},
+    capacity::Capacity,
+    catalogue::Catalogue,
+    ec2,
+    faults::{Effect, Faults},
+    fleet::Fleets,
+    form::Form,
+    instances::Instances,
+    line::Line,
+    sqs::{self, Queues},
+};
+
+/// moto finds the service by the credential's scope and checks nothing else of a signature.
+pub const EC2_CREDENTIAL: &str =
+    "AWS4-HMAC-SHA256 Credential=bed/20260101/us-east-1/ec2/aws4_request, SignedHeaders=host, Signature=bed";
+
+/// DynamoDB's largest request is 16 MB.
+const BODY_LIMIT: usize = 32 << 20;
+
+/// How often each action of each service was called.
+pub type Calls = BTreeMap<Service, BTreeMap<String, u64>>;
+
+/// Why a call has no ordinary answer.
+pub enum Failure {
+    /// The service says no.
+    Refused(Box<Answer>),
+    /// The bed itself is at fault.
+    Broken(anyhow::Error),
+}
+
+pub type Outcome<T> = Result<T, Failure>;
+
+impl<E: Into<anyhow::Error>> From<E> for Failure {
+    fn from(error: E) -> Self {
+        Self::Broken(error.into())
+    }
+}
+
+impl Failure {
+    pub fn refused(code: &str, message: impl AsRef<str>) -> Self {
+        Self::Refused(Box::new(Answer::error(Service::Ec2, code, message.as_ref(), None)))
+    }
+
+    pub fn into_answer(self) -> Answer {
+        match self {
+            Self::Refused(answer) => *answer,
+            Self::Broken(error) => {
+                tracing::error!("the AWS bed failed: {error:#}");
+                Answer::new(502, "text/plain", format!("the AWS bed failed: {error:#}"))
+            }
+        }
+    }
+}
+
+pub struct Front {
+    pub http: reqwest::Client,
+    pub dynamodb: Upstream,
+    pub sqs: Upstream,
+    pub ec2: Upstream,
+    pub faults: Mutex<Faults>,
+    pub calls: Mutex<Calls>,
+    pub capacity: Mutex<Capacity>,
+    pub catalogue: Catalogue,
+    pub queues: Queues,
+    pub instances: Instances,
+    pub fleets: Fleets,
+    /// Files to be fetched, by the path they are served at.
+    pub files: Mutex<HashMap<String, PathBuf>>,
+    /// moto is not safe under threads: one call at a time.
+    pub moto: tokio::sync::Mutex<()>,
+}
+
+pub struct Upstream {
+    pub url: String,
+    pub log: PathBuf,
+}
+
+impl Front {
+    /// Passes a call of a JSON protocol on as it came, with `body` in place of its own.
+    pub async fn forward(&self, call: &Call, body: Bytes) -> Outcome<Answer> {
+        let upstream = if call.service == Service::Sqs { &self.sqs } else { &self.dynamodb };
+        let mut headers = call.headers.clone();
+        for name in [header::HOST, header::CONTENT_LENGTH, header::CONNECTION, header::TRANSFER_ENCODING] {
+            headers.remove(name);
+        }
+        let url = format!("{}{}", upstream.url, call.path.trim_start_matches('/'));
+        self.post(upstream, self.http.post(url).headers(headers).body(body)).await
+    }
+
+    /// Asks moto; an error of its is [`Failure::Refused`].
+    pub async fn moto(&self, form: &Form) -> Outcome<String> {
+        let request = self.http.post(&self.ec2.url).header(header::AUTHORIZATION, EC2_CREDENTIAL);
+        let request = request.header(header::CONTENT_TYPE, "application/x-www-form-urlencoded").body(form.encode());
+        let _one_at_a_time = self.moto.lock().await;
+        let answer = self.post(&self.ec2, request).await?;
+        if answer.ok() { Ok(answer.text()) } else { Err(Failure::Refused(Box::new(answer))) }
+    }
+
+    pub async fn post(&self, upstream: &Upstream, request: reqwest::RequestBuilder) -> Outcome<Answer> {
+        let failed = |error| anyhow!("an emulator did not answer: {error:#}; see {}", upstream.log.display());
+        let answer = request.send().await.map_err(failed)?;
+        let (status, mut headers) = (answer.status(), HeaderMap::new());
+        for (name, value) in answer.headers() {
+            if name.as_str().starts_with("x-amz") || name == header::CONTENT_TYPE {
+                headers.insert(name, value.clone());
+            }
+        }
+        Ok(Answer { status, headers, body: answer.bytes().await.map_err(failed)? })
+    }
+
+    /// Counts a call and decides what happens to it.
+    fn admit(&self, call: &Call) -> Option<Effect> {
+        *self.calls.lock().unwrap().entry(call.service).or_default().entry(call.action.clone()).or_default() += 1;
+        self.faults.lock().unwrap().on_call(call)
+    }
+
+    /// Carries a call out. It is finished even if the client hangs up, as in the cloud.
+    async fn perform(self: &Arc<Self>, call: Call, quirk: Option<Effect>) -> Answer {
+        let front = self.clone();
+        let work = async move {
+            let outcome = match call.service {
+                Service::DynamoDb => front.forward(&call, call.body.clone()).await,
+                Service::Sqs => sqs::perform(&front, call, quirk).await,
+                Service::Ec2 => ec2::perform(&front, &call.action, call.form(), quirk).await,
+            };
+            outcome.unwrap_or_else(Failure::into_answer)
+        };
+        tokio::spawn(work).await.unwrap_or_else(|error| Failure::Broken(error.into()).into_answer())
+    }
+}
+
+/// Serves every request that is not for the admin API.
+pub async fn serve(
+    State(front): State<Arc<Front>>,
+    ConnectInfo(line): ConnectInfo<Line>,
+    request: Request,
+) -> Response {
+    let (parts, body) = request.into_parts();
+    let Ok(body) = to_bytes(body, BODY_LIMIT).await else {
+        return StatusCode::PAYLOAD_TOO_LARGE.into_response();
+    };
+    let Some(call) = Call::read(parts.uri.path(), parts.headers, body) else {
+        let hint = "no service of the bed: it speaks DynamoDB and SQS (JSON) and EC2 (query)\n";
+        return (StatusCode::BAD_REQUEST, hint).into_response();
+    };
+    let service = call.service;
+    let answer = match front.admit(&call) {
+        Some(Effect::Throttle) => Answer::throttled(service),
+        Some(Effect::Error { code, message, status }) => Answer::error(service, &code, &message, status),
+        Some(Effect::ServerError { status }) => Answer::broken(service, status),
+        Some(Effect::Delay { ms }) => {
+            tokio::time::sleep(Duration::from_millis(ms)).await;
+            front.perform(call, None).await
+        }
+        Some(Effect::LostResponse) => {
+            front.perform(call, None).await;
+            line.close();
+            return Response::new(Body::empty());
+        }
+        Some(Effect::Reset) => {
+            line.reset();
+            return Response::new(Body::empty());
+        }
+        Some(Effect::Hang) => std::future::pending().await,
+        quirk => front.perform(call, quirk).await,
+    };
+    answer.into_response()
+}

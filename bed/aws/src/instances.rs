@@ -1,0 +1,154 @@
+//! What the front knows of instances from the launches and terminations that pass through it.
+
+use std::{
+    collections::BTreeMap,
+    sync::Mutex,
+    time::{Duration, Instant},
+};
+
+use roxmltree::Node;
+use serde::Serialize;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use crate::{capacity::Usage, xml};
+
+/// What becomes of an instance that shuts itself down.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Shutdown {
+    Stop,
+    Terminate,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum InstanceState {
+    Running,
+    Stopped,
+    Terminated,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Instance {
+    pub id: String,
+    pub state: InstanceState,
+    pub instance_type: String,
+    pub image_id: String,
+    pub zone: String,
+    pub private_ip: String,
+    pub usage: Usage,
+    pub tags: BTreeMap<String, String>,
+    /// Whether the metadata service shows the tags, which EC2 does only when asked to at launch.
+    pub metadata_tags: bool,
+    pub shutdown: Shutdown,
+    /// The role of its instance profile.
+    pub role: Option<String>,
+    /// When it will be taken away (ISO-8601), once the spot interruption is announced.
+    pub spot_notice: Option<String>,
+    #[serde(skip)]
+    pub user_data: Vec<u8>,
+    #[serde(skip)]
+    hidden_until: Option<Instant>,
+}
+
+/// The parts of an instance that are in the request but not in the answer.
+pub struct LaunchFacts {
+    pub shutdown: Shutdown,
+    pub role: Option<String>,
+    pub user_data: Vec<u8>,
+    pub invisible: Option<Duration>,
+}
+
+impl Instance {
+    /// Reads an item of `instancesSet`.
+    pub fn read(item: Node<'_, '_>, facts: &LaunchFacts) -> Self {
+        let text = |path: &[&str]| xml::text(item, path).unwrap_or_default().to_owned();
+        Self {
+            id: text(&["instanceId"]),
+            state: InstanceState::Running,
+            instance_type: text(&["instanceType"]),
+            image_id: text(&["imageId"]),
+            zone: text(&["placement", "availabilityZone"]),
+            private_ip: text(&["privateIpAddress"]),
+            usage: if text(&["instanceLifecycle"]) == "spot" { Usage::Spot } else { Usage::OnDemand },
+            tags: xml::tags(item).into_iter().collect(),
+            metadata_tags: text(&["metadataOptions", "instanceMetadataTags"]) == "enabled",
+            shutdown: facts.shutdown,
+            role: facts.role.clone(),
+            spot_notice: None,
+            user_data: facts.user_data.clone(),
+            hidden_until: facts.invisible.map(|time| Instant::now() + time),
+        }
+    }
+
+    /// Whether EC2 took it away, rather than its owner.
+    pub fn reclaimed(&self) -> bool {
+        self.state == InstanceState::Terminated && self.spot_notice.is_some()
+    }
+
+    pub fn hidden(&self) -> bool {
+        self.hidden_until.is_some_and(|until| Instant::now() < until)
+    }
+}
+
+#[derive(Clone, Debug)]
+pub enum Event {
+    Launched(Box<Instance>),
+    /// Terminated or stopped: in both cases its processes are gone.
+    Ended(String),
+}
+
+#[derive(Default)]
+pub struct Instances(Mutex<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    all: BTreeMap<String, Instance>,
+    watchers: Vec<UnboundedSender<Event>>,
+}
+
+impl Inner {
+    fn tell(&mut self, event: &Event) {
+        self.watchers.retain(|watcher| watcher.send(event.clone()).is_ok());
+    }
+}
+
+impl Instances {
+    pub fn launched(&self, instance: Instance) {
+        let mut inner = self.0.lock().unwrap();
+        inner.all.insert(instance.id.clone(), instance.clone());
+        inner.tell(&Event::Launched(Box::new(instance)));
+    }
+
+    pub fn ended(&self, id: &str, state: InstanceState) {
+        let mut inner = self.0.lock().unwrap();
+        let Some(instance) = inner.all.get_mut(id) else { return };
+        let was = std::mem::replace(&mut instance.state, state);
+        if was == InstanceState::Running {
+            inner.tell(&Event::Ended(id.to_owned()));
+        }
+    }
+
+    pub fn update(&self, id: &str, change: impl FnOnce(&mut Instance)) {
+        self.0.lock().unwrap().all.get_mut(id).map(change);
+    }
+
+    pub fn get(&self, id: &str) -> Option<Instance> {
+        self.0.lock().unwrap().all.get(id).cloned()
+    }
+
+    pub fn list(&self) -> Vec<Instance> {
+        self.0.lock().unwrap().all.values().cloned().collect()
+    }
+
+    /// Everything that happens from now on, preceded by the launch of what runs already.
+    pub fn watch(&self) -> UnboundedReceiver<Event> {
+        let (watcher, events) = unbounded_channel();
+        let mut inner = self.0.lock().unwrap();
+        for instance in inner.all.values().filter(|instance| instance.state == InstanceState::Running) {
+            let _ = watcher.send(Event::Launched(Box::new(instance.clone())));
+        }
+        inner.watchers.push(watcher);
+        events
+    }
+}

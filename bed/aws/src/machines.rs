@@ -1,0 +1,322 @@
+//! The host simulator: for each instance that is launched, its real user data runs as a process tree of its own, with
+//! its own files and metadata service, and dies with the instance.
+//!
+//! A machine is a PID namespace: whatever its user data started, in whatever session, ends when the namespace's first
+//! process does, and that one ends with this program, however the program ends.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use jiff::Timestamp;
+use nix::unistd::{Pid, geteuid};
+use paddock_bed_process::{Process, Signal};
+use tokio::{
+    runtime::Handle,
+    task::{AbortHandle, spawn_blocking},
+};
+
+use crate::{
+    Aws, Usage, ec2,
+    front::{Failure, Front},
+    imds,
+    instances::{Event, Instance, InstanceState},
+};
+
+/// The machine's first process: runs the user data, then keeps the machine on, as a machine is when its boot is done.
+const INIT: &str = r#""$0"; echo "user data ended with $?"; while :; do sleep 3600; done"#;
+
+/// Shuts the machine down at once, whatever the arguments.
+const SHUTDOWN: &str = "#!/bin/sh\nexec curl -fsS --noproxy '*' -m 60 -X POST";
+
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// A directory with the machine image's contents; each machine has a copy of its own as `$PADDOCK_ROOT`.
+    pub ami: Option<PathBuf>,
+    /// The time from launch to user data.
+    pub boot_delay: Duration,
+    /// The first so many machines never get to their user data.
+    pub failing_boots: u32,
+    /// Additions to the machines' environment.
+    pub env: Vec<(String, String)>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MachineState {
+    /// Its boot failed: the instance runs, nothing runs on it.
+    Dead,
+    Running,
+    Frozen,
+}
+
+/// All machines of an [`Aws`]. Dropped, they are gone with all their files; the instances stay.
+pub struct Machines {
+    park: Arc<Park>,
+    runtime: Handle,
+    watch: AbortHandle,
+}
+
+struct Park {
+    front: Arc<Front>,
+    endpoint: String,
+    dir: PathBuf,
+    options: Options,
+    failing_boots: AtomicU32,
+    /// `None` once the simulator has ended, so that no late boot comes after.
+    machines: Mutex<Option<BTreeMap<String, Machine>>>,
+}
+
+struct Machine {
+    process: Option<Process>,
+    frozen: bool,
+    metadata: AbortHandle,
+    dir: PathBuf,
+}
+
+impl Machines {
+    /// Runs a machine for each instance that runs now, and for each one launched from now on.
+    pub fn start(aws: &Aws, options: Options) -> Result<Self> {
+        let probe = namespace()
+            .arg("true")
+            .output()
+            .context("machines need unshare and setpriv: apt-get install util-linux")?;
+        ensure!(
+            probe.status.success(),
+            "machines need PID namespaces: run as root, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1): {}",
+            String::from_utf8_lossy(&probe.stderr)
+        );
+        let dir = aws.dir.join(format!("machines-{:08x}", rand::random::<u32>()));
+        fs::create_dir_all(&dir)?;
+        let park = Arc::new(Park {
+            front: aws.front.clone(),
+            endpoint: aws.endpoint.clone(),
+            dir,
+            failing_boots: options.failing_boots.into(),
+            options,
+            machines: Mutex::new(Some(BTreeMap::new())),
+        });
+        let runtime = aws.runtime.handle().clone();
+        let watch = runtime.spawn(park.clone().follow()).abort_handle();
+        Ok(Self { park, runtime, watch })
+    }
+
+    /// The machines of instances that have not ended, by instance id.
+    pub fn list(&self) -> BTreeMap<String, MachineState> {
+        let state = |machine: &Machine| match (&machine.process, machine.frozen) {
+            (None, _) => MachineState::Dead,
+            (Some(_), true) => MachineState::Frozen,
+            (Some(_), false) => MachineState::Running,
+        };
+        let machines = self.park.machines.lock().unwrap();
+        machines.iter().flatten().map(|(id, machine)| (id.clone(), state(machine))).collect()
+    }
+
+    /// The next `count` machines never get to their user data.
+    pub fn fail_next_boots(&self, count: u32) {
+        self.park.failing_boots.store(count, Ordering::Release);
+    }
+
+    /// Announces in the metadata that EC2 takes the instance away, and does so after `notice` (two minutes, in life).
+    pub fn interrupt_spot(&self, id: &str, notice: Duration) -> Result<()> {
+        let (front, id) = (self.park.front.clone(), id.to_owned());
+        let instance = front.instances.get(&id).with_context(|| format!("no instance {id}"))?;
+        ensure!(instance.usage == Usage::Spot, "{id} is not a spot instance");
+        let time = (Timestamp::now() + notice).strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
+        front.instances.update(&id, |instance| instance.spot_notice = Some(time));
+        self.runtime.spawn(async move {
+            tokio::time::sleep(notice).await;
+            if let Err(failure) = ec2::terminate(&front, &[&id]).await {
+                tracing::error!("{id} could not be taken away: {}", Failure::into_answer(failure).text());
+            }
+        });
+        Ok(())
+    }
+
+    /// Stops every process of the machine where it is; its heartbeat ceases.
+    pub fn freeze(&self, id: &str) -> Result<()> {
+        self.park.signal(id, Signal::SIGSTOP)
+    }
+
+    pub fn thaw(&self, id: &str) -> Result<()> {
+        self.park.signal(id, Signal::SIGCONT)
+    }
+
+    /// Kills every process of the machine; the instance stays `running`.
+    pub fn crash(&self, id: &str) -> Result<()> {
+        self.park.with(id, |machine| {
+            machine.process = None;
+            Ok(())
+        })
+    }
+
+    /// What the user data and all it started printed, also after the end of the instance.
+    pub fn log(&self, id: &str) -> String {
+        fs::read(self.park.log_dir().join(format!("{id}.log")))
+            .map(|text| String::from_utf8_lossy(&text).into_owned())
+            .unwrap_or_default()
+    }
+
+    /// The directory that the machine sees as `$PADDOCK_ROOT`.
+    pub fn root(&self, id: &str) -> PathBuf {
+        self.park.dir.join(id).join("root")
+    }
+}
+
+impl Drop for Machines {
+    fn drop(&mut self) {
+        self.watch.abort();
+        let machines = self.park.machines.lock().unwrap().take();
+        drop(machines);
+        remove(&self.park.dir);
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.metadata.abort();
+        self.process = None;
+        remove(&self.dir);
+    }
+}
+
+impl Park {
+    async fn follow(self: Arc<Self>) {
+        let mut events = self.front.instances.watch();
+        while let Some(event) = events.recv().await {
+            let park = self.clone();
+            match event {
+                Event::Launched(instance) => {
+                    tokio::spawn(async move {
+                        if let Err(error) = park.boot(*instance).await {
+                            tracing::error!("a machine does not boot: {error:#}");
+                        }
+                    });
+                }
+                Event::Ended(id) => {
+                    spawn_blocking(move || {
+                        let machine = park.machines.lock().unwrap().as_mut().and_then(|machines| machines.remove(&id));
+                        drop(machine);
+                    });
+                }
+            }
+        }
+    }
+
+    async fn boot(self: Arc<Self>, instance: Instance) -> Result<()> {
+        tokio::time::sleep(self.options.boot_delay).await;
+        let (url, metadata) = imds::serve(self.front.clone(), &instance.id).await?;
+        let dir = self.dir.join(&instance.id);
+        let mut machine = Machine { process: None, frozen: false, metadata, dir };
+        let less = |left: u32| left.checked_sub(1);
+        let fails = self.failing_boots.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).is_ok();
+        spawn_blocking(move || {
+            // One at a time: a script cannot be run while a process that is just being started still has it open.
+            let mut machines = self.machines.lock().unwrap();
+            let runs = self.front.instances.get(&instance.id).is_some_and(|now| now.state == InstanceState::Running);
+            let Some(machines) = machines.as_mut().filter(|_| runs) else { return Ok(()) };
+            let command = if fails { None } else { self.install(&machine.dir, &instance, &url)? };
+            if let Some(command) = command {
+                machine.process = Some(Process::spawn(&instance.id, command, &self.log_dir())?);
+            }
+            machines.insert(instance.id, machine);
+            Ok(())
+        })
+        .await?
+    }
+
+    /// Lays out the machine's files; answers the command that boots it, if there is user data to run.
+    fn install(&self, dir: &Path, instance: &Instance, metadata: &str) -> Result<Option<Command>> {
+        let (root, bin) = (dir.join("root"), dir.join("bin"));
+        for path in [&root, &bin, &dir.join("tmp")] {
+            fs::create_dir_all(path)?;
+        }
+        if let Some(ami) = &self.options.ami {
+            let copied = Command::new("cp").arg("-a").arg(ami.join(".")).arg(&root).output()?;
+            ensure!(copied.status.success(), "cannot copy the image: {}", String::from_utf8_lossy(&copied.stderr));
+        }
+        let shutdown = format!("{SHUTDOWN} '{}/_admin/instances/{}/shutdown'\n", self.endpoint, instance.id);
+        for name in ["shutdown", "poweroff", "halt"] {
+            script(&bin.join(name), shutdown.as_bytes())?;
+        }
+        // Like cloud-init: what does not begin with #! is no script.
+        if !instance.user_data.starts_with(b"#!") {
+            return Ok(None);
+        }
+        let user_data = dir.join("user-data");
+        script(&user_data, &instance.user_data)?;
+        let mut command = namespace();
+        command.args(["sh", "-c", INIT]).arg(user_data).current_dir(&root).env_clear();
+        command.env("PATH", format!("{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", bin.display()));
+        command.env("HOME", &root).env("TMPDIR", dir.join("tmp")).env("LANG", "C.UTF-8").env("PADDOCK_ROOT", &root);
+        command.env("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata).env("AWS_ENDPOINT_URL", &self.endpoint);
+        command.envs(self.options.env.iter().cloned());
+        Ok(Some(command))
+    }
+
+    fn log_dir(&self) -> PathBuf {
+        self.dir.join("log")
+    }
+
+    fn with<T>(&self, id: &str, act: impl FnOnce(&mut Machine) -> Result<T>) -> Result<T> {
+        let mut machines = self.machines.lock().unwrap();
+        let machine = machines.as_mut().and_then(|machines| machines.get_mut(id));
+        act(machine.ok_or_else(|| anyhow!("instance {id} has no machine: not booted yet, or ended"))?)
+    }
+
+    fn signal(&self, id: &str, signal: Signal) -> Result<()> {
+        self.with(id, |machine| {
+            let Some(process) = &machine.process else { bail!("nothing runs on {id}") };
+            for pid in inhabitants(process.pid())? {
+                // One that has just ended needs no signal.
+                let _ = nix::sys::signal::kill(pid, signal);
+            }
+            machine.frozen = signal == Signal::SIGSTOP;
+            Ok(())
+        })
+    }
+}
+
+/// Every process in the PID namespace that `unshare` made.
+fn inhabitants(unshare: u32) -> Result<Vec<Pid>> {
+    let namespace = fs::read_link(format!("/proc/{unshare}/ns/pid_for_children"))?;
+    let lives_there = |pid: &i32| fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|own| own == namespace);
+    let all = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    Ok(all.filter(lives_there).map(Pid::from_raw).collect())
+}
+
+/// Runs a command as the first process of a PID namespace of its own. Without root this takes a user namespace, and
+/// entering one makes the kernel forget that the process is to die with its parent: `setpriv` says it again.
+fn namespace() -> Command {
+    let mut command = Command::new("unshare");
+    if !geteuid().is_root() {
+        command.args(["--user", "--map-root-user", "setpriv", "--pdeathsig", "KILL", "unshare"]);
+    }
+    command.args(["--pid", "--mount-proc", "--fork", "--kill-child"]);
+    command
+}
+
+fn script(path: &Path, text: &[u8]) -> Result<()> {
+    fs::write(path, text)?;
+    Ok(fs::set_permissions(path, fs::Permissions::from_mode(0o755))?)
+}
+
+/// Removes a directory whose last writers were killed a moment ago and may not be quite gone.
+fn remove(dir: &Path) {
+    for _ in 0..50 {
+        match fs::remove_dir_all(dir) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => std::thread::sleep(Duration::from_millis(20)),
+            _ => return,
+        }
+    }
+    tracing::error!("{} could not be removed", dir.display());
+}

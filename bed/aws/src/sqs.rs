@@ -1,0 +1,199 @@
+//! What SQS may do and ElasticMQ never does: deliver twice, late, out of order, after deletion, or falsely nothing.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Mutex,
+};
+
+use anyhow::Context;
+use axum::http::{HeaderName, HeaderValue};
+use serde_json::{Value, json};
+
+use crate::{
+    call::{Answer, Call, Service},
+    faults::Effect,
+    front::{Front, Outcome},
+};
+
+/// The most that one receive returns.
+const BATCH: usize = 10;
+
+#[derive(Default)]
+pub struct Queues {
+    /// Messages that the next receive of a queue delivers once more.
+    echoes: Mutex<HashMap<String, Vec<Value>>>,
+    /// Every message handed out, by receipt handle.
+    issued: Mutex<HashMap<String, Value>>,
+}
+
+impl Queues {
+    fn echo(&self, queue: &str, message: Value) {
+        self.echoes.lock().unwrap().entry(queue.to_owned()).or_default().push(message);
+    }
+
+    fn take_echoes(&self, queue: &str, most: usize) -> Vec<Value> {
+        let mut echoes = self.echoes.lock().unwrap();
+        let waiting = echoes.entry(queue.to_owned()).or_default();
+        waiting.drain(..most.min(waiting.len())).collect()
+    }
+
+    fn issue(&self, messages: &[Value]) {
+        let handles = messages.iter().map(|message| (text(message, "ReceiptHandle").to_owned(), message.clone()));
+        self.issued.lock().unwrap().extend(handles);
+    }
+
+    fn issued(&self, handle: &str) -> Option<Value> {
+        self.issued.lock().unwrap().get(handle).cloned()
+    }
+}
+
+pub async fn perform(front: &Front, call: Call, quirk: Option<Effect>) -> Outcome<Answer> {
+    let mut answer = match call.action.as_str() {
+        "ReceiveMessage" => receive(front, &call, quirk).await?,
+        "DeleteMessage" => delete(front, &call).await?,
+        "DeleteMessageBatch" => delete_batch(front, &call).await?,
+        _ => front.forward(&call, call.body.clone()).await?,
+    };
+    if !answer.ok() {
+        let kind = parse(&answer.body)?;
+        let code = text(&kind, "__type").rsplit('#').next().unwrap_or_default();
+        if let Some((name, value)) = query_error(code, answer.status.as_u16()) {
+            answer.headers.insert(name, value);
+        }
+    }
+    Ok(answer)
+}
+
+/// The header by which SDKs tell SQS's errors apart: the codes of its older protocol. ElasticMQ has only the newer.
+pub fn query_error(code: &str, status: u16) -> Option<(HeaderName, HeaderValue)> {
+    let prefix = match code {
+        "QueueDoesNotExist" => return query_error("AWS.SimpleQueueService.NonExistentQueue", status),
+        "QueueNameExists" => return query_error("QueueAlreadyExists", status),
+        "BatchEntryIdsNotDistinct"
+        | "BatchRequestTooLong"
+        | "EmptyBatchRequest"
+        | "InvalidBatchEntryId"
+        | "MessageNotInflight"
+        | "PurgeQueueInProgress"
+        | "QueueDeletedRecently"
+        | "TooManyEntriesInBatchRequest"
+        | "UnsupportedOperation" => "AWS.SimpleQueueService.",
+        _ => "",
+    };
+    let fault = if status < 500 { "Sender" } else { "Receiver" };
+    let value = HeaderValue::from_str(&format!("{prefix}{code};{fault}")).ok()?;
+    Some((HeaderName::from_static("x-amzn-query-error"), value))
+}
+
+async fn receive(front: &Front, call: &Call, quirk: Option<Effect>) -> Outcome<Answer> {
+    if quirk == Some(Effect::FalseEmpty) {
+        return Ok(Answer::json(&json!({})));
+    }
+    let mut request = body(call)?;
+    let queue = text(&request, "QueueUrl").to_owned();
+    let most = request["MaxNumberOfMessages"].as_u64().unwrap_or(1) as usize;
+    let echoes = front.queues.take_echoes(&queue, most);
+    if !echoes.is_empty() {
+        return Ok(Answer::json(&json!({ "Messages": echoes })));
+    }
+    let reorder = quirk == Some(Effect::Reorder);
+    if reorder {
+        request["MaxNumberOfMessages"] = BATCH.into();
+    }
+    let answer = front.forward(call, request.to_string().into()).await?;
+    if !answer.ok() {
+        return Ok(answer);
+    }
+    let mut messages: Vec<Value> = serde_json::from_value(parse(&answer.body)?["Messages"].take()).unwrap_or_default();
+    if reorder {
+        messages.reverse();
+        for surplus in messages.drain(most.min(messages.len())..) {
+            hide(front, &queue, &surplus, 0).await?;
+        }
+    }
+    let mut delivered = Vec::new();
+    for message in messages {
+        let effect = front.faults.lock().unwrap().on_message("ReceiveMessage", text(&message, "Body"));
+        match effect {
+            Some(Effect::Late { seconds }) => hide(front, &queue, &message, seconds).await?,
+            Some(Effect::Duplicate) => {
+                front.queues.echo(&queue, message.clone());
+                delivered.push(message);
+            }
+            _ => delivered.push(message),
+        }
+    }
+    front.queues.issue(&delivered);
+    Ok(Answer::json(&if delivered.is_empty() { json!({}) } else { json!({ "Messages": delivered }) }))
+}
+
+/// SQS deletes what is deleted already without complaint; ElasticMQ complains.
+async fn delete(front: &Front, call: &Call) -> Outcome<Answer> {
+    let request = body(call)?;
+    let answer = front.forward(call, call.body.clone()).await?;
+    let known = front.queues.issued(text(&request, "ReceiptHandle"));
+    let Some(message) = known else { return Ok(answer) };
+    if answer.ok() {
+        haunt(front, text(&request, "QueueUrl"), message);
+        return Ok(answer);
+    }
+    Ok(if answer.text().contains("ReceiptHandleIsInvalid") { Answer::json(&json!({})) } else { answer })
+}
+
+async fn delete_batch(front: &Front, call: &Call) -> Outcome<Answer> {
+    let request = body(call)?;
+    let answer = front.forward(call, call.body.clone()).await?;
+    if !answer.ok() {
+        return Ok(answer);
+    }
+    let result = parse(&answer.body)?;
+    let handles: HashMap<&str, &str> =
+        entries(&request, "Entries").map(|entry| (text(entry, "Id"), text(entry, "ReceiptHandle"))).collect();
+    let known = |entry: &Value| front.queues.issued(handles.get(text(entry, "Id")).copied().unwrap_or_default());
+    for message in entries(&result, "Successful").filter_map(known) {
+        haunt(front, text(&request, "QueueUrl"), message);
+    }
+    let gone: HashSet<&str> = entries(&result, "Failed")
+        .filter(|entry| text(entry, "Code").contains("ReceiptHandleIsInvalid") && known(entry).is_some())
+        .map(|entry| text(entry, "Id"))
+        .collect();
+    let successful: Vec<Value> =
+        entries(&result, "Successful").cloned().chain(gone.iter().map(|id| json!({ "Id": id }))).collect();
+    let failed: Vec<&Value> = entries(&result, "Failed").filter(|entry| !gone.contains(text(entry, "Id"))).collect();
+    Ok(Answer::json(&json!({ "Successful": successful, "Failed": failed })))
+}
+
+/// Lets a deleted message come back, if a rule says so.
+fn haunt(front: &Front, queue: &str, message: Value) {
+    let effect = front.faults.lock().unwrap().on_message("DeleteMessage", text(&message, "Body"));
+    if effect == Some(Effect::AfterDeletion) {
+        front.queues.echo(queue, message);
+    }
+}
+
+/// Puts a received message back for so long.
+async fn hide(front: &Front, queue: &str, message: &Value, seconds: u32) -> Outcome<()> {
+    let body = json!({ "QueueUrl": queue, "ReceiptHandle": message["ReceiptHandle"], "VisibilityTimeout": seconds });
+    let headers =
+        [("x-amz-target", "AmazonSQS.ChangeMessageVisibility"), ("content-type", "application/x-amz-json-1.0")];
+    let call = headers.iter().fold(front.http.post(&front.sqs.url), |call, (name, value)| call.header(*name, *value));
+    front.post(&front.sqs, call.body(body.to_string())).await?;
+    Ok(())
+}
+
+fn body(call: &Call) -> Outcome<Value> {
+    debug_assert_eq!(call.service, Service::Sqs);
+    Ok(parse(&call.body)?)
+}
+
+fn parse(body: &[u8]) -> anyhow::Result<Value> {
+    serde_json::from_slice(body).context("SQS speaks JSON")
+}
+
+fn text<'a>(value: &'a Value, key: &str) -> &'a str {
+    value[key].as_str().unwrap_or_default()
+}
+
+fn entries<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
+    value[key].as_array().into_iter().flatten()
+}

@@ -1,0 +1,47 @@
+//! The test bed tested: one AWS for all, started by the first test that needs it and gone when the last has ended.
+//! Tests run side by side, so each has tables, queues, templates and zones of its own.
+
+mod admin;
+mod faults;
+mod fleet;
+mod machines;
+mod queues;
+mod store;
+mod support;
+
+use libtest_mimic::{Arguments, Trial};
+
+macro_rules! trials {
+    ($($module:ident: $($test:ident)*;)*) => {
+        vec![$($(Trial::test(concat!(stringify!($module), "::", stringify!($test)), || {
+            support::run(async |aws| $module::$test(aws).await);
+            Ok(())
+        }),)*)*]
+    };
+}
+
+fn main() {
+    let trials = trials! {
+        admin: rules_counts_and_capacity_are_set_over_http file_is_served_with_its_digest;
+        store: conditional_writers_race_and_exactly_one_wins;
+        faults: each_service_throttles_in_its_own_words any_error_code_can_be_asked_for server_errors_are_the_services_own
+            lost_response_is_carried_out reset_is_not_carried_out hanging_call_is_not_carried_out
+            delayed_call_is_carried_out_later rules_look_into_the_request;
+        queues: queue_urls_lead_to_the_front a_message_is_delivered_twice a_message_is_delivered_late
+            a_message_is_delivered_after_its_deletion a_receive_is_falsely_empty a_receive_is_out_of_order
+            deleting_twice_is_no_error;
+        fleet: requirements_become_the_cheapest_type burstable_types_can_be_had_when_asked_for
+            same_token_same_fleet_even_at_once same_token_other_request_is_refused
+            a_zone_without_capacity_sends_the_fleet_elsewhere a_fleet_is_fulfilled_in_part
+            a_fleet_without_capacity_has_only_errors fleet_below_its_minimum_launches_nothing
+            tags_come_from_template_and_fleet instances_are_described_in_pages
+            fresh_instance_is_missing_for_a_while user_data_over_16_kib_is_refused boto3_reads_the_answer;
+        machines: user_data_runs_with_metadata_of_its_own and_dies_with_the_instance
+            shutdown_terminates_as_the_template_says spot_instance_is_announced_then_taken
+            frozen_machine_stops_and_thaws crashed_machine_leaves_its_instance_running
+            failed_boot_runs_nothing nothing_is_left_when_dropped the_agent_is_fetched_and_checked;
+    };
+    let conclusion = libtest_mimic::run(&Arguments::from_args(), trials);
+    support::stop();
+    conclusion.exit();
+}

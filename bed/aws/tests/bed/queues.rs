@@ -1,0 +1,95 @@
+use aws_sdk_sqs::{Client, types::Message};
+use paddock_bed_aws::{
+    Aws, Service,
+    faults::{Effect, Rule},
+};
+
+use crate::support::{config, eventually};
+
+/// A queue with these messages.
+async fn queue(aws: &Aws, name: &str, bodies: &[&str]) -> (Client, String) {
+    let client = Client::new(&config(aws));
+    let url = client.create_queue().queue_name(name).send().await.unwrap().queue_url.unwrap();
+    for body in bodies {
+        client.send_message().queue_url(&url).message_body(*body).send().await.unwrap();
+    }
+    (client, url)
+}
+
+async fn receive(client: &Client, url: &str) -> Vec<Message> {
+    client.receive_message().queue_url(url).max_number_of_messages(1).send().await.unwrap().messages.unwrap_or_default()
+}
+
+async fn bodies(client: &Client, url: &str) -> Vec<String> {
+    receive(client, url).await.into_iter().filter_map(|message| message.body).collect()
+}
+
+async fn delete(client: &Client, url: &str, message: &Message) {
+    let delete = client.delete_message().queue_url(url).receipt_handle(message.receipt_handle().unwrap());
+    delete.send().await.unwrap();
+}
+
+pub async fn queue_urls_lead_to_the_front(aws: &Aws) {
+    let (client, url) = queue(aws, "address", &[]).await;
+    assert_eq!(url, format!("{}/000000000000/address", aws.endpoint()));
+    let missing = client.get_queue_url().queue_name("no-such-queue").send().await.unwrap_err();
+    assert!(missing.as_service_error().is_some_and(|error| error.is_queue_does_not_exist()), "{missing:?}");
+}
+
+pub async fn a_message_is_delivered_twice(aws: &Aws) {
+    aws.add_fault(Rule::on(Service::Sqs, "ReceiveMessage", Effect::Duplicate).containing("twin").once());
+    let (client, url) = queue(aws, "twice", &["twin", "single"]).await;
+    let first = receive(&client, &url).await;
+    delete(&client, &url, &first[0]).await;
+    let second = receive(&client, &url).await;
+    assert_eq!([first[0].body(), second[0].body()], [Some("twin"); 2]);
+    delete(&client, &url, &second[0]).await;
+    assert_eq!(bodies(&client, &url).await, ["single"]);
+    assert!(bodies(&client, &url).await.is_empty());
+}
+
+pub async fn a_message_is_delivered_late(aws: &Aws) {
+    aws.add_fault(Rule::on(Service::Sqs, "ReceiveMessage", Effect::Late { seconds: 1 }).containing("snail").once());
+    let (client, url) = queue(aws, "late", &["snail"]).await;
+    assert!(bodies(&client, &url).await.is_empty());
+    let late = eventually("the late message", async || bodies(&client, &url).await.pop()).await;
+    assert_eq!(late, "snail");
+}
+
+pub async fn a_message_is_delivered_after_its_deletion(aws: &Aws) {
+    aws.add_fault(Rule::on(Service::Sqs, "DeleteMessage", Effect::AfterDeletion).containing("ghost").once());
+    let (client, url) = queue(aws, "haunted", &["ghost"]).await;
+    let message = receive(&client, &url).await.remove(0);
+    delete(&client, &url, &message).await;
+    let ghost = receive(&client, &url).await.remove(0);
+    assert_eq!((ghost.body(), ghost.message_id()), (Some("ghost"), message.message_id()));
+    delete(&client, &url, &ghost).await;
+    assert!(bodies(&client, &url).await.is_empty());
+}
+
+pub async fn a_receive_is_falsely_empty(aws: &Aws) {
+    aws.add_fault(Rule::on(Service::Sqs, "ReceiveMessage", Effect::FalseEmpty).containing("shy-queue").once());
+    let (client, url) = queue(aws, "shy-queue", &["there"]).await;
+    assert!(bodies(&client, &url).await.is_empty());
+    assert_eq!(bodies(&client, &url).await, ["there"]);
+}
+
+pub async fn a_receive_is_out_of_order(aws: &Aws) {
+    aws.add_fault(Rule::on(Service::Sqs, "ReceiveMessage", Effect::Reorder).containing("unordered").once());
+    let (client, url) = queue(aws, "unordered", &["one", "two", "three"]).await;
+    assert_eq!(bodies(&client, &url).await, ["three"]);
+    let mut rest = [bodies(&client, &url).await, bodies(&client, &url).await].concat();
+    rest.sort();
+    assert_eq!(rest, ["one", "two"]);
+}
+
+pub async fn deleting_twice_is_no_error(aws: &Aws) {
+    let (client, url) = queue(aws, "deleted", &["once"]).await;
+    let message = receive(&client, &url).await.remove(0);
+    delete(&client, &url, &message).await;
+    delete(&client, &url, &message).await;
+    let entry = aws_sdk_sqs::types::DeleteMessageBatchRequestEntry::builder().id("a");
+    let entry = entry.receipt_handle(message.receipt_handle().unwrap()).build().unwrap();
+    let batch = client.delete_message_batch().queue_url(&url).entries(entry).send().await.unwrap();
+    assert_eq!((batch.successful().len(), batch.failed().len()), (1, 0));
+}

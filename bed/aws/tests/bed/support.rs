@@ -1,0 +1,76 @@
+//! What the tests share: the AWS, its clients, and a way to wait.
+
+use std::{
+    future::Future,
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use aws_config::{BehaviorVersion, Region, SdkConfig, retry::RetryConfig};
+use aws_sdk_dynamodb::{config::Credentials, config::SharedCredentialsProvider};
+use paddock_bed_aws::Aws;
+use roxmltree::Document;
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+
+static AWS: Mutex<Option<(Arc<Aws>, TempDir)>> = Mutex::new(None);
+
+/// Runs a test on a runtime of its own against the shared AWS.
+pub fn run(test: impl AsyncFnOnce(&Aws)) {
+    let runtime = Runtime::new().unwrap();
+    let aws = {
+        let mut shared = AWS.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let (aws, _) = shared.get_or_insert_with(|| {
+            let dir = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            (Arc::new(runtime.block_on(Aws::start(dir.path())).unwrap()), dir)
+        });
+        aws.clone()
+    };
+    runtime.block_on(test(&aws));
+}
+
+/// Ends the shared AWS and removes its files.
+pub fn stop() {
+    AWS.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+}
+
+/// A client configuration that shows every fault: no retries.
+pub fn config(aws: &Aws) -> SdkConfig {
+    SdkConfig::builder()
+        .behavior_version(BehaviorVersion::latest())
+        .endpoint_url(aws.endpoint())
+        .region(Region::from_static("us-east-1"))
+        .retry_config(RetryConfig::disabled())
+        .credentials_provider(SharedCredentialsProvider::new(Credentials::new("AKIABED", "bed", None, None, "bed")))
+        .build()
+}
+
+pub fn http() -> reqwest::Client {
+    reqwest::Client::builder().no_proxy().build().unwrap()
+}
+
+/// An EC2 request; the answer's status and text.
+pub async fn ec2(aws: &Aws, action: &str, fields: &[(&str, &str)]) -> (u16, String) {
+    let form: Vec<_> = [("Action", action), ("Version", "2016-11-15")].iter().chain(fields).copied().collect();
+    let answer = http().post(aws.endpoint()).form(&form).send().await.unwrap();
+    (answer.status().as_u16(), answer.text().await.unwrap())
+}
+
+/// The texts of all elements of that name, in order.
+pub fn texts(xml: &str, name: &str) -> Vec<String> {
+    let document = Document::parse(xml).unwrap_or_else(|error| panic!("{error}: {xml}"));
+    let found = document.descendants().filter(|node| node.tag_name().name() == name);
+    found.filter_map(|node| Some(node.text()?.to_owned())).collect()
+}
+
+/// Asks until the answer is there.
+pub async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, mut ask: impl FnMut() -> F) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(answer) = ask().await {
+            return answer;
+        }
+        assert!(start.elapsed() < Duration::from_secs(60), "waited in vain: {what}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
