@@ -1,1 +1,120 @@
-fn main(){}
+//! The agent on an EC2 instance: keeps the machine's GitHub runner at what the instance's record shows, and tells the
+//! operator, through the same table, what it did and that it lives.
+
+mod agent;
+mod files;
+mod limits;
+mod metadata;
+mod process;
+mod runner;
+mod runner_log;
+mod step;
+mod store;
+
+use std::{io::IsTerminal, path::PathBuf, time::Duration};
+
+use anyhow::{Context, Result};
+use clap::{Parser, ValueEnum};
+use jiff::Timestamp;
+use paddock_record::{AgentConfig, PublicKey};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::watch,
+};
+use tracing_subscriber::EnvFilter;
+
+use crate::{agent::Agent, files::Files, metadata::Metadata, store::Store};
+
+/// Runs on an EC2 instance of a Paddock pool and keeps its GitHub runner registered for the run that owns it.
+#[derive(Parser)]
+#[command(version)]
+struct Args {
+    /// The configuration that the operator put into the instance's user data.
+    #[arg(long)]
+    config: PathBuf,
+    /// Keep everything below this directory instead of `/`.
+    #[arg(long, env = "PADDOCK_ROOT", default_value = "/")]
+    root: PathBuf,
+    #[arg(long, env = "PADDOCK_LOG_FORMAT", default_value = "human")]
+    log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum LogFormat {
+    Human,
+    Json,
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    match args.log_format {
+        LogFormat::Human => logs.with_ansi(std::io::stderr().is_terminal()).init(),
+        LogFormat::Json => logs.json().init(),
+    }
+    // Two threads, so that a heartbeat never waits for whatever else goes on.
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(run(args))
+}
+
+async fn run(args: Args) -> Result<()> {
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let asked_to_end = async {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    };
+    tokio::pin!(asked_to_end);
+
+    let mut agent = tokio::select! {
+        agent = start(args) => agent?,
+        () = &mut asked_to_end => return Ok(()),
+    };
+    tokio::select! {
+        () = agent.run() => {}
+        () = &mut asked_to_end => {}
+    }
+    tracing::info!("asked to end");
+    agent.retire().await
+}
+
+async fn start(args: Args) -> Result<Agent> {
+    let path = args.config.display();
+    let config = std::fs::read(&args.config).with_context(|| format!("cannot read {path}"))?;
+    let config: AgentConfig = serde_json::from_slice(&config).with_context(|| format!("cannot understand {path}"))?;
+    let files = Files::new(args.root)?;
+    let (key, _) = files.key()?;
+
+    let metadata = Metadata::new();
+    let instance_id = metadata.instance_id().await;
+    tracing::info!(instance_id, pool = config.pool, table = config.table, "started");
+    let store = Store::connect(config.region.clone(), config.table.clone(), instance_id.clone()).await;
+    tokio::spawn(beat(store.clone(), key.public(), Duration::from_secs(config.heartbeat_seconds.max(1))));
+    let (announce, reclaimed) = watch::channel(false);
+    tokio::spawn(watch_spot(metadata, announce));
+    Agent::new(config, instance_id, files, store, reclaimed)
+}
+
+/// Says that the agent lives, whatever else it does.
+async fn beat(store: Store, key: PublicKey, period: Duration) {
+    let mut ticks = tokio::time::interval(period);
+    loop {
+        ticks.tick().await;
+        if let Err(error) = store.beat(&key, Timestamp::now()).await {
+            tracing::warn!("{error:#}");
+        }
+    }
+}
+
+async fn watch_spot(metadata: Metadata, announce: watch::Sender<bool>) {
+    let mut ticks = tokio::time::interval(limits::SPOT_POLL);
+    loop {
+        ticks.tick().await;
+        if let Some(notice) = metadata.spot_interruption().await {
+            tracing::warn!(notice, "EC2 takes this spot instance back; no more jobs are taken");
+            let _ = announce.send(true);
+            return;
+        }
+    }
+}

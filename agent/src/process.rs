@@ -1,0 +1,126 @@
+//! Child processes, each in a group of its own.
+
+use std::{
+    fs,
+    path::Path,
+    process::{ExitStatus, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Result, bail};
+use nix::{
+    sys::signal::{Signal, killpg},
+    unistd::Pid,
+};
+use serde::{Deserialize, Serialize};
+use tokio::process::Command;
+
+/// A process that cannot be mistaken for a later one with the same number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Alive {
+    pid: u32,
+    /// In clock ticks since boot, as `/proc` has it.
+    since: u64,
+}
+
+impl Alive {
+    /// The process with this number, if it runs.
+    pub fn of(pid: u32) -> Option<Self> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // The name, in parentheses, may hold anything; what follows has fixed fields, the state first.
+        let mut fields = stat[stat.rfind(')')? + 1..].split_whitespace();
+        let state = fields.next()?;
+        let since = fields.nth(18)?.parse().ok()?;
+        (state != "Z" && state != "X").then_some(Self { pid, since })
+    }
+
+    pub fn runs(self) -> bool {
+        Self::of(self.pid) == Some(self)
+    }
+
+    /// Signals the process and all of its group; one that is gone is not an error.
+    pub fn signal_group(self, signal: Signal) {
+        let _ = killpg(Pid::from_raw(self.pid as i32), signal);
+    }
+}
+
+/// Kills a group unless its leader has ended: an agent that turns to something else leaves nothing half done behind.
+struct Group(Option<Alive>);
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Some(leader) = self.0 {
+            leader.signal_group(Signal::SIGKILL);
+        }
+    }
+}
+
+/// Runs a command in a group of its own to its end, and returns all that it said.
+pub async fn output(command: &mut Command, limit: Duration) -> Result<(ExitStatus, String)> {
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).spawn()?;
+    let mut group = Group(child.id().and_then(Alive::of));
+    match tokio::time::timeout(limit, child.wait_with_output()).await {
+        Ok(output) => {
+            group.0 = None;
+            let output = output?;
+            let said = [output.stdout, output.stderr].concat();
+            Ok((output.status, String::from_utf8_lossy(&said).into_owned()))
+        }
+        Err(_) => bail!("took longer than {limit:?}"),
+    }
+}
+
+/// Runs a script of the pool: by the interpreter that its first line names, else by bash. Its output is the agent's
+/// own, so that a service which the script leaves running never blocks on a pipe that nobody reads.
+pub async fn run_script(path: &Path, limit: Duration) -> Result<()> {
+    let named = fs::read(path)?.starts_with(b"#!");
+    let mut command = if named { Command::new(path) } else { Command::new("bash") };
+    if !named {
+        command.arg(path);
+    }
+    let mut child = command.stdin(Stdio::null()).process_group(0).spawn()?;
+    let mut group = Group(child.id().and_then(Alive::of));
+    match tokio::time::timeout(limit, child.wait()).await {
+        Ok(status) => {
+            group.0 = None;
+            let status = status?;
+            if !status.success() {
+                bail!("ended with {status}");
+            }
+            Ok(())
+        }
+        Err(_) => bail!("took longer than {limit:?}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_process_is_known_until_it_ends() {
+        let mut child = Command::new("sleep").arg("1000").process_group(0).spawn().unwrap();
+        let alive = Alive::of(child.id().unwrap()).unwrap();
+        assert!(alive.runs());
+        assert!(!Alive { since: alive.since - 1, ..alive }.runs(), "a later process with the same number");
+        alive.signal_group(Signal::SIGKILL);
+        child.wait().await.unwrap();
+        assert!(!alive.runs());
+    }
+
+    #[tokio::test]
+    async fn a_script_runs_with_bash_or_what_its_first_line_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = async |text: &str, limit| {
+            let path = dir.path().join("script");
+            fs::write(&path, text).unwrap();
+            fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+            run_script(&path, limit).await.map_err(|error| error.to_string())
+        };
+        let (long, short) = (Duration::from_secs(60), Duration::from_millis(100));
+        assert_eq!(run("[[ -n $BASH_VERSION ]]", long).await, Ok(()));
+        assert_eq!(run("#!/usr/bin/env -S cat /dev/null\nnot a command", long).await, Ok(()));
+        assert_eq!(run("exit 3", long).await, Err("ended with exit status: 3".to_owned()));
+        assert_eq!(run("sleep 1000", short).await, Err("took longer than 100ms".to_owned()));
+    }
+}

@@ -1,0 +1,272 @@
+//! The GitHub runner: its directory, `config.sh` and `run.sh`.
+
+use std::{
+    fs::{self, File},
+    io,
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use tokio::process::{Child, Command};
+
+use crate::{limits, process};
+
+/// A registration or removal token. It never reaches a log or a command line, and no environment but `config.sh`'s,
+/// which takes it from there and hands it to no job.
+pub struct Token(pub String);
+
+/// The runner's installation on this machine.
+#[derive(Clone)]
+pub struct Installation {
+    dir: PathBuf,
+    log: PathBuf,
+    user: User,
+}
+
+/// As whom the runner runs: the user `runner` where the image has one, else as the agent does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum User {
+    Runner { group: String, home: String },
+    Root,
+    Own,
+}
+
+impl User {
+    fn of(uid: u32, passwd: &str) -> Self {
+        let entry = passwd.lines().map(|line| line.split(':').collect::<Vec<_>>()).find(|entry| entry[0] == "runner");
+        match entry.as_deref() {
+            _ if uid != 0 => Self::Own,
+            Some([_, _, _, group, _, home, ..]) => {
+                Self::Runner { group: (*group).to_owned(), home: (*home).to_owned() }
+            }
+            Some(_) | None => Self::Root,
+        }
+    }
+}
+
+impl Installation {
+    pub fn new(dir: PathBuf, log: PathBuf) -> Self {
+        let passwd = fs::read_to_string("/etc/passwd").unwrap_or_default();
+        Self { dir, log, user: User::of(nix::unistd::geteuid().as_raw(), &passwd) }
+    }
+
+    /// A command in the runner's directory and as its user. Jobs inherit its environment: nothing of the agent's own
+    /// goes there.
+    fn command(&self, program: &str) -> Command {
+        let mut command = match &self.user {
+            User::Own | User::Root => Command::new(program),
+            User::Runner { group, home } => {
+                let mut command = Command::new("setpriv");
+                command.args(["--reuid=runner", &format!("--regid={group}"), "--init-groups", "--", program]);
+                command.env("HOME", home).env("USER", "runner").env("LOGNAME", "runner");
+                command
+            }
+        };
+        if self.user == User::Root {
+            command.env("RUNNER_ALLOW_RUNASROOT", "1");
+            command.env("HOME", std::env::var_os("HOME").unwrap_or_else(|| "/root".into()));
+        }
+        for (name, _) in std::env::vars_os() {
+            if ["AWS_", "PADDOCK_"].iter().any(|ours| name.to_string_lossy().starts_with(ours)) {
+                command.env_remove(name);
+            }
+        }
+        command.current_dir(&self.dir).stdin(Stdio::null()).process_group(0);
+        command
+    }
+
+    /// Fetches the runner where the image has none.
+    pub async fn install(&self, version: Option<&str>) -> Result<()> {
+        if self.dir.join("config.sh").exists() {
+            return Ok(());
+        }
+        let Some(version) = version else {
+            bail!("no runner in {}: put one into the image, or name a runnerVersion in the pool", self.dir.display());
+        };
+        let url = release(version, std::env::consts::ARCH)?;
+        tracing::info!(%url, "fetching the runner");
+        fs::create_dir_all(&self.dir)?;
+        if let User::Runner { group, .. } = &self.user {
+            let mut chown = Command::new("chown");
+            output(chown.arg(format!("runner:{group}")).arg(&self.dir).process_group(0), limits::CONFIG, None).await?;
+        }
+        let archive = self.dir.join("runner.tar.gz");
+        let mut curl = self.command("curl");
+        curl.args(["--fail", "--silent", "--show-error", "--location", "--retry", "10", "--output"]);
+        output(curl.arg(&archive).args(["--url", &url]), limits::INSTALL, None).await?;
+        let mut tar = self.command("tar");
+        output(tar.args(["--extract", "--gzip", "--file"]).arg(&archive), limits::INSTALL, None).await?;
+        Ok(fs::remove_file(archive)?)
+    }
+
+    /// Registers the runner with the run's id as its only label.
+    pub async fn configure(&self, url: &str, token: &Token, name: &str, run_id: &str) -> Result<()> {
+        // A comma would make two labels of it, a leading dash an option.
+        let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        if !run_id.starts_with(|c: char| c.is_ascii_alphanumeric()) || !run_id.chars().all(fits) {
+            bail!("the run id {run_id:?} cannot be a runner's label");
+        }
+        self.forget()?;
+        let mut command = self.command("./config.sh");
+        command.args(["--unattended", "--url", url, "--name", name, "--labels", run_id]);
+        command.args(["--no-default-labels", "--replace", "--disableupdate"]);
+        self.config(command, token).await
+    }
+
+    /// Takes the runner from GitHub.
+    pub async fn remove(&self, token: &Token) -> Result<()> {
+        let mut command = self.command("./config.sh");
+        command.arg("remove");
+        self.config(command, token).await
+    }
+
+    async fn config(&self, mut command: Command, token: &Token) -> Result<()> {
+        command.env("ACTIONS_RUNNER_INPUT_TOKEN", &token.0);
+        output(&mut command, limits::CONFIG, Some(token)).await.context("config.sh")
+    }
+
+    /// Removes the registration's files: without them nothing on this machine can act for the runner.
+    pub fn forget(&self) -> Result<()> {
+        for name in [".runner", ".credentials", ".credentials_rsaparams"] {
+            absent(fs::remove_file(self.dir.join(name))).with_context(|| format!("cannot remove {name}"))?;
+        }
+        Ok(())
+    }
+
+    /// Removes what the jobs of a run left in the runner's work directory.
+    pub async fn scrub(&self) -> Result<()> {
+        let work = self.dir.join("_work");
+        let removed = tokio::task::spawn_blocking(move || absent(fs::remove_dir_all(work))).await?;
+        removed.context("cannot empty the runner's work directory")
+    }
+
+    /// Starts `run.sh` with an empty log. It outlives the agent, so that its successor finds the job still running.
+    pub fn start(&self) -> Result<Child> {
+        let log = File::create(&self.log).with_context(|| format!("cannot write {}", self.log.display()))?;
+        let mut command = self.command("./run.sh");
+        command.stdout(log.try_clone()?).stderr(log).spawn().context("cannot start run.sh")
+    }
+
+    pub fn log(&self) -> &Path {
+        &self.log
+    }
+}
+
+fn absent(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+/// Where GitHub publishes the runner for this kind of processor.
+fn release(version: &str, arch: &str) -> Result<String> {
+    let arch = match arch {
+        "x86_64" => "x64",
+        "aarch64" => "arm64",
+        other => bail!("GitHub publishes no runner for {other}: put one into the image"),
+    };
+    let file = format!("actions-runner-linux-{arch}-{version}.tar.gz");
+    Ok(format!("https://github.com/actions/runner/releases/download/v{version}/{file}"))
+}
+
+/// Runs a command to its end and logs what it says, with the token blotted out. The error is its last line.
+async fn output(command: &mut Command, limit: Duration, token: Option<&Token>) -> Result<()> {
+    let program = command.as_std().get_program().to_string_lossy().into_owned();
+    let (status, text) = process::output(command, limit).await.with_context(|| program.clone())?;
+    let text = token.map_or(text.clone(), |token| text.replace(&token.0, "***"));
+    let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
+    for line in lines() {
+        tracing::info!("{program}: {line}");
+    }
+    if !status.success() {
+        bail!("{program} ended with {status}: {}", lines().next_back().unwrap_or("it said nothing"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An installation whose `config.sh` does what the test says.
+    fn installation(script: &str) -> (tempfile::TempDir, Installation) {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["config.sh", "run.sh"] {
+            let path = dir.path().join(name);
+            fs::write(&path, format!("#!/bin/bash\n{script}\n")).unwrap();
+            fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        }
+        let installation = Installation { dir: dir.path().into(), log: dir.path().join("log"), user: User::Own };
+        (dir, installation)
+    }
+
+    #[tokio::test]
+    async fn i10_the_token_is_in_the_environment_of_config_sh_and_nowhere_else() {
+        let (dir, runner) =
+            installation("printf '%s ' \"$@\" >args; env >env; echo \"bad token $ACTIONS_RUNNER_INPUT_TOKEN\"; exit 1");
+        let token = Token("s3cr3t".into());
+        let error = runner.configure("https://github.com/acme", &token, "i-1", "77").await.unwrap_err();
+        assert_eq!(format!("{error:#}"), "config.sh: ./config.sh ended with exit status: 1: bad token ***");
+        let read = |name| fs::read_to_string(dir.path().join(name)).unwrap();
+        assert_eq!(
+            read("args"),
+            "--unattended --url https://github.com/acme --name i-1 --labels 77 --no-default-labels --replace \
+             --disableupdate "
+        );
+        assert!(read("env").contains("ACTIONS_RUNNER_INPUT_TOKEN=s3cr3t"));
+        runner.start().unwrap().wait().await.unwrap();
+        assert!(!read("env").contains("s3cr3t"));
+    }
+
+    #[tokio::test]
+    async fn a_registration_starts_from_nothing_even_where_the_last_was_cut_off() {
+        let (dir, runner) = installation("test ! -e .runner && test ! -e .credentials");
+        fs::write(dir.path().join(".runner"), "").unwrap();
+        fs::write(dir.path().join(".credentials"), "").unwrap();
+        runner.configure("https://github.com/acme", &Token("t".into()), "i-1", "77").await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_is_no_single_label_is_never_registered() {
+        let (dir, runner) = installation("touch called");
+        for run_id in ["", "1,2", "--ephemeral", "-1", "1 2", "1\n", "$(id)", "ü"] {
+            let error =
+                runner.configure("https://github.com/acme", &Token("t".into()), "i-1", run_id).await.unwrap_err();
+            assert!(error.to_string().ends_with("cannot be a runner's label"), "{error}");
+        }
+        assert!(!dir.path().join("called").exists());
+    }
+
+    #[tokio::test]
+    async fn scrubbing_leaves_nothing_of_the_jobs() {
+        let (dir, runner) = installation("");
+        runner.scrub().await.unwrap();
+        fs::create_dir_all(dir.path().join("_work/repo/.git")).unwrap();
+        runner.scrub().await.unwrap();
+        assert!(!dir.path().join("_work").exists() && dir.path().join("config.sh").exists());
+    }
+
+    #[tokio::test]
+    async fn a_missing_runner_says_what_to_do() {
+        let dir = tempfile::tempdir().unwrap();
+        let runner = Installation::new(dir.path().join("none"), dir.path().join("log"));
+        let error = runner.install(None).await.unwrap_err().to_string();
+        assert!(error.ends_with("put one into the image, or name a runnerVersion in the pool"), "{error}");
+        let url =
+            "https://github.com/actions/runner/releases/download/v2.330.0/actions-runner-linux-arm64-2.330.0.tar.gz";
+        assert_eq!(release("2.330.0", "aarch64").unwrap(), url);
+        assert!(release("2.330.0", "riscv64").is_err());
+    }
+
+    #[test]
+    fn the_runner_runs_as_the_user_that_the_image_made_for_it() {
+        let passwd = "root:x:0:0:root:/root:/bin/bash\nrunner:x:1001:1002:,,,:/home/runner:/bin/bash\n";
+        let runner = User::Runner { group: "1002".into(), home: "/home/runner".into() };
+        assert_eq!(User::of(0, passwd), runner);
+        assert_eq!(User::of(0, "root:x:0:0:root:/root:/bin/bash"), User::Root);
+        assert_eq!(User::of(1001, passwd), User::Own);
+    }
+}

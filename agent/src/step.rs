@@ -1,0 +1,387 @@
+//! What the agent does next, decided from what it knows. No I/O and no clock.
+
+use std::time::Duration;
+
+use jiff::{SignedDuration, Timestamp};
+use paddock_record::{EXPIRY_SLACK, Instance, Signal, State};
+
+use crate::limits::{ATTEMPTS, BLIND_SLACK};
+
+/// What is known of the instance's own record.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Record {
+    /// None was ever found.
+    Never,
+    /// There was one, and now there is none.
+    Gone,
+    /// The record as it was at `read_at`, which lies back while the table cannot be reached.
+    Seen { instance: Box<Instance>, read_at: Timestamp },
+}
+
+/// The pre-runner script.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Script {
+    NotRun,
+    Running,
+    Succeeded,
+    Failed,
+}
+
+/// The GitHub runner on this machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Runner {
+    /// Not configured: nothing to start, nothing to remove.
+    Absent,
+    /// Configured; `run.sh` does not run.
+    Stopped,
+    /// `run.sh` runs and has not yet said that it listens.
+    Starting,
+    /// Listens for jobs.
+    Idle,
+    /// In the middle of a job.
+    Busy,
+}
+
+/// Everything a decision stands on.
+#[derive(Debug, Clone)]
+pub struct Facts<'a> {
+    pub record: &'a Record,
+    pub script: Script,
+    /// The run that this machine was last set up for, until nothing of it is left.
+    pub serving: Option<&'a str>,
+    pub runner: Runner,
+    /// What the operator was last told.
+    pub said: Option<(Signal, &'a str)>,
+    /// EC2 has announced that it takes the spot instance back.
+    pub reclaimed: bool,
+    /// Failures in a row of what is being attempted, and when it may be tried again.
+    pub failures: u32,
+    pub retry_at: Timestamp,
+    /// When the agent started for the first time on this machine.
+    pub first_start: Timestamp,
+    pub created_lifetime: Duration,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action<'a> {
+    /// Nothing until the next look at the record.
+    Wait,
+    RunScript,
+    /// Configure the runner for this run, with the token that the record holds.
+    Register(&'a Instance),
+    StartRunner,
+    StopRunner,
+    /// Take the runner from GitHub, with the token if there is one, and everything of the run from the machine.
+    Deregister {
+        run: &'a str,
+        sealed: Option<&'a str>,
+    },
+    Say(Signal, &'a str),
+    ShutDown(End),
+}
+
+/// Why an instance ends itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    Unclaimed,
+    RecordGone,
+    Terminated,
+    Expired,
+    Blind,
+}
+
+impl End {
+    pub const fn why(self) -> &'static str {
+        match self {
+            Self::Unclaimed => "no record of this instance has appeared in its time to be created",
+            Self::RecordGone => "the record of this instance was removed",
+            Self::Terminated => "the record says terminated",
+            Self::Expired => "the threshold is more than a minute past",
+            Self::Blind => "the threshold is more than an hour past and the record cannot be read",
+        }
+    }
+}
+
+pub fn step<'a>(facts: &Facts<'a>, now: Timestamp) -> Action<'a> {
+    if let Some(end) = end(facts, now) {
+        return Action::ShutDown(end);
+    }
+    match (facts.script, facts.record) {
+        (Script::NotRun, _) => Action::RunScript,
+        (Script::Running | Script::Failed, _) => Action::Wait,
+        (Script::Succeeded, Record::Never | Record::Gone) => Action::Wait,
+        (Script::Succeeded, Record::Seen { instance, .. }) => serve(facts, instance, now),
+    }
+}
+
+/// Whether this instance's time is over. A threshold is judged at the time it was read, so that an outage of the table
+/// ends no instance whose threshold may have moved meanwhile.
+fn end(facts: &Facts, now: Timestamp) -> Option<End> {
+    let passed = |since: Timestamp, slack: Duration, at: Timestamp| {
+        at.duration_since(since) > SignedDuration::try_from(slack).unwrap_or(SignedDuration::MAX)
+    };
+    match facts.record {
+        Record::Never => passed(facts.first_start, facts.created_lifetime.saturating_add(EXPIRY_SLACK), now)
+            .then_some(End::Unclaimed),
+        Record::Gone => Some(End::RecordGone),
+        Record::Seen { instance, read_at } => match (instance.state, instance.threshold) {
+            (State::Terminated, _) => Some(End::Terminated),
+            (State::Created | State::Running | State::Idle | State::Claimed, None) => None,
+            (State::Created | State::Running | State::Idle | State::Claimed, Some(threshold)) => {
+                if passed(threshold, EXPIRY_SLACK, *read_at) {
+                    Some(End::Expired)
+                } else {
+                    passed(threshold, BLIND_SLACK, now).then_some(End::Blind)
+                }
+            }
+        },
+    }
+}
+
+/// Brings the machine from the run it serves to the run its record shows.
+fn serve<'a>(facts: &Facts<'a>, record: &'a Instance, now: Timestamp) -> Action<'a> {
+    let wanted = Some(record.run_id.as_str()).filter(|run| !run.is_empty());
+    match (facts.serving, wanted) {
+        (None, None) if record.leaving.is_empty() => Action::Wait,
+        // Nothing of it is here: perhaps it was given up before it was registered.
+        (None, None) => facts.say(Signal::Deregistered, &record.leaving, Action::Wait),
+        (None, Some(run)) => take_up(facts, record, run, now),
+        (Some(own), Some(run)) if own == run => keep(facts, record, own, now),
+        (Some(own), Some(_) | None) => leave(facts, record, own, now),
+    }
+}
+
+fn take_up<'a>(facts: &Facts<'a>, record: &'a Instance, run: &'a str, now: Timestamp) -> Action<'a> {
+    if facts.reclaimed {
+        facts.say(Signal::RegistrationFailed, run, Action::Wait)
+    } else if record.sealed.is_empty() {
+        Action::Wait
+    } else {
+        facts.attempt(Action::Register(record), Signal::RegistrationFailed, run, now)
+    }
+}
+
+fn keep<'a>(facts: &Facts<'a>, record: &'a Instance, own: &'a str, now: Timestamp) -> Action<'a> {
+    match facts.runner {
+        Runner::Absent => take_up(facts, record, own, now),
+        Runner::Stopped if facts.reclaimed => Action::Wait,
+        Runner::Stopped => facts.attempt(Action::StartRunner, Signal::RegistrationFailed, own, now),
+        Runner::Starting => Action::Wait,
+        Runner::Idle if facts.reclaimed => Action::StopRunner,
+        Runner::Idle | Runner::Busy => facts.say(Signal::Registered, own, Action::Wait),
+    }
+}
+
+fn leave<'a>(facts: &Facts<'a>, record: &'a Instance, own: &'a str, now: Timestamp) -> Action<'a> {
+    // Beside another run the record holds that run's registration token; registering with it takes over GitHub's entry.
+    let sealed = match facts.runner {
+        Runner::Starting | Runner::Idle | Runner::Busy => return Action::StopRunner,
+        Runner::Stopped if record.run_id.is_empty() && record.sealed.is_empty() => return Action::Wait,
+        Runner::Stopped if record.run_id.is_empty() => Some(record.sealed.as_str()),
+        Runner::Stopped | Runner::Absent => None,
+    };
+    facts.attempt(Action::Deregister { run: own, sealed }, Signal::DeregistrationFailed, own, now)
+}
+
+impl<'a> Facts<'a> {
+    /// Says it, unless it was the last thing said; then goes on with `next`.
+    fn say(&self, signal: Signal, run: &'a str, next: Action<'a>) -> Action<'a> {
+        if self.said == Some((signal, run)) { next } else { Action::Say(signal, run) }
+    }
+
+    /// Tries again when it is time, and says that it fails once that is more than a hiccup.
+    fn attempt(&self, action: Action<'a>, failed: Signal, run: &'a str, now: Timestamp) -> Action<'a> {
+        let next = if now >= self.retry_at { action } else { Action::Wait };
+        if self.failures >= ATTEMPTS { self.say(failed, run, next) } else { next }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use aws_sdk_dynamodb::types::AttributeValue;
+    use paddock_record::{attribute, entity, key, stamp};
+
+    use super::*;
+
+    const NOW: &str = "2025-05-31T12:00:00Z";
+    const MINUTE: SignedDuration = SignedDuration::from_secs(60);
+    const SECOND: SignedDuration = SignedDuration::from_secs(1);
+
+    fn now() -> Timestamp {
+        NOW.parse().unwrap()
+    }
+
+    fn instance(state: State, run: &str, sealed: &str) -> Instance {
+        let text = |text: &str| AttributeValue::S(text.to_owned());
+        let mut item = key(entity::INSTANCE, "i-1");
+        item.extend([
+            (attribute::STATE.to_owned(), text(state.as_str())),
+            (attribute::RUN_ID.to_owned(), text(run)),
+            (attribute::THRESHOLD.to_owned(), text(&stamp(now() + MINUTE))),
+            (attribute::SEALED.to_owned(), text(sealed)),
+        ]);
+        Instance::from_item(&item).unwrap()
+    }
+
+    fn seen(instance: Instance) -> Record {
+        Record::Seen { instance: Box::new(instance), read_at: now() }
+    }
+
+    /// A settled machine that serves nobody.
+    fn facts(record: &Record) -> Facts<'_> {
+        Facts {
+            record,
+            script: Script::Succeeded,
+            serving: None,
+            runner: Runner::Absent,
+            said: None,
+            reclaimed: false,
+            failures: 0,
+            retry_at: now(),
+            first_start: now(),
+            created_lifetime: Duration::from_secs(600),
+        }
+    }
+
+    #[test]
+    fn the_script_comes_first_and_its_failure_keeps_the_instance_out() {
+        let record = seen(instance(State::Created, "7", "token"));
+        for (script, action) in
+            [(Script::NotRun, Action::RunScript), (Script::Running, Action::Wait), (Script::Failed, Action::Wait)]
+        {
+            assert_eq!(step(&Facts { script, ..facts(&record) }, now()), action);
+            assert_eq!(step(&Facts { script, ..facts(&Record::Never) }, now()), action);
+        }
+    }
+
+    #[test]
+    fn each_turn_brings_the_machine_nearer_to_what_its_record_shows() {
+        use Runner::*;
+        let registered = Some((Signal::Registered, "A"));
+        let (a, b) = (instance(State::Running, "A", "token"), instance(State::Claimed, "B", "token"));
+        let (nobody, tokenless) = (instance(State::Idle, "", "token"), instance(State::Idle, "", ""));
+        let waiting = instance(State::Created, "A", "");
+        let leaving = Instance { leaving: "A".into(), ..nobody.clone() };
+        let remove = Action::Deregister { run: "A", sealed: Some("token") };
+        let forget = Action::Deregister { run: "A", sealed: None };
+        let table = [
+            // record, serving, runner, said → action
+            (&nobody, None, Absent, None, Action::Wait),
+            (&leaving, None, Absent, None, Action::Say(Signal::Deregistered, "A")),
+            (&leaving, None, Absent, Some((Signal::Deregistered, "A")), Action::Wait),
+            (&leaving, Some("A"), Idle, registered, Action::StopRunner),
+            (&leaving, Some("A"), Stopped, registered, remove),
+            (&waiting, None, Absent, None, Action::Wait),
+            (&a, None, Absent, None, Action::Register(&a)),
+            (&a, Some("A"), Absent, None, Action::Register(&a)),
+            (&a, Some("A"), Stopped, None, Action::StartRunner),
+            (&a, Some("A"), Starting, None, Action::Wait),
+            (&a, Some("A"), Idle, None, Action::Say(Signal::Registered, "A")),
+            (&a, Some("A"), Busy, None, Action::Say(Signal::Registered, "A")),
+            (&a, Some("A"), Idle, Some((Signal::Registered, "Z")), Action::Say(Signal::Registered, "A")),
+            (&a, Some("A"), Idle, registered, Action::Wait),
+            (&a, Some("A"), Busy, registered, Action::Wait),
+            (&a, Some("A"), Stopped, registered, Action::StartRunner),
+            (&nobody, Some("A"), Starting, None, Action::StopRunner),
+            (&nobody, Some("A"), Idle, registered, Action::StopRunner),
+            (&nobody, Some("A"), Busy, registered, Action::StopRunner),
+            (&nobody, Some("A"), Stopped, registered, remove),
+            (&tokenless, Some("A"), Idle, registered, Action::StopRunner),
+            (&tokenless, Some("A"), Stopped, registered, Action::Wait),
+            (&tokenless, Some("A"), Absent, registered, forget),
+            (&b, Some("A"), Busy, registered, Action::StopRunner),
+            (&b, Some("A"), Stopped, registered, forget),
+            (&b, Some("A"), Absent, registered, forget),
+        ];
+        for (record, serving, runner, said, action) in table {
+            let record = seen(record.clone());
+            let decided = step(&Facts { serving, runner, said, ..facts(&record) }, now());
+            assert_eq!(decided, action, "{record:?} {serving:?} {runner:?} {said:?}");
+        }
+    }
+
+    #[test]
+    fn attempts_pause_and_the_operator_hears_of_a_failure_that_lasts() {
+        let (a, nobody) = (instance(State::Claimed, "A", "token"), instance(State::Idle, "", "token"));
+        let cases = [
+            (&a, None, Runner::Absent, Action::Register(&a), Signal::RegistrationFailed),
+            (&a, Some("A"), Runner::Stopped, Action::StartRunner, Signal::RegistrationFailed),
+            (
+                &nobody,
+                Some("A"),
+                Runner::Stopped,
+                Action::Deregister { run: "A", sealed: Some("token") },
+                Signal::DeregistrationFailed,
+            ),
+        ];
+        for (record, serving, runner, action, failed) in cases {
+            let record = seen(record.clone());
+            let base = Facts { serving, runner, ..facts(&record) };
+            let later = now() + SECOND;
+            assert_eq!(step(&Facts { failures: 1, retry_at: later, ..base.clone() }, now()), Action::Wait);
+            assert_eq!(step(&Facts { failures: ATTEMPTS - 1, ..base.clone() }, now()), action);
+            let failing = Facts { failures: ATTEMPTS, retry_at: later, ..base.clone() };
+            assert_eq!(step(&failing, now()), Action::Say(failed, "A"));
+            let said = Facts { said: Some((failed, "A")), ..failing };
+            assert_eq!(step(&said, now()), Action::Wait);
+            assert_eq!(step(&said, later), action);
+        }
+    }
+
+    #[test]
+    fn a_reclaimed_spot_instance_finishes_its_job_and_takes_no_other() {
+        let record = seen(instance(State::Running, "A", "token"));
+        let of =
+            |serving, runner, said| step(&Facts { serving, runner, said, reclaimed: true, ..facts(&record) }, now());
+        let registered = Some((Signal::Registered, "A"));
+        assert_eq!(of(Some("A"), Runner::Busy, registered), Action::Wait);
+        assert_eq!(of(Some("A"), Runner::Idle, registered), Action::StopRunner);
+        assert_eq!(of(Some("A"), Runner::Stopped, registered), Action::Wait);
+        assert_eq!(of(None, Runner::Absent, None), Action::Say(Signal::RegistrationFailed, "A"));
+        assert_eq!(of(None, Runner::Absent, Some((Signal::RegistrationFailed, "A"))), Action::Wait);
+    }
+
+    #[test]
+    fn an_instance_ends_itself_when_its_time_is_over_whatever_it_does() {
+        let expiring = |passed: SignedDuration, read_at: Timestamp| {
+            let threshold = Some(now() - passed);
+            Record::Seen { instance: Box::new(Instance { threshold, ..instance(State::Running, "A", "") }), read_at }
+        };
+        let (hour, long_ago) = (SignedDuration::from_hours(1), now() - SignedDuration::from_hours(2));
+        let table = [
+            (seen(instance(State::Terminated, "", "")), now(), Some(End::Terminated)),
+            (Record::Gone, now(), Some(End::RecordGone)),
+            (Record::Never, now() - MINUTE * 11, None),
+            (Record::Never, now() - MINUTE * 11 - SECOND, Some(End::Unclaimed)),
+            (expiring(MINUTE, now()), long_ago, None),
+            (expiring(MINUTE + SECOND, now()), long_ago, Some(End::Expired)),
+            // Read before it passed, and not readable since: a later threshold may be there to be read.
+            (expiring(hour, now() - hour), long_ago, None),
+            (expiring(hour + SECOND, now() - hour), long_ago, Some(End::Blind)),
+        ];
+        for (record, first_start, ends) in table {
+            for runner in [Runner::Absent, Runner::Stopped, Runner::Starting, Runner::Idle, Runner::Busy] {
+                for script in [Script::NotRun, Script::Running, Script::Succeeded, Script::Failed] {
+                    let serving = Some("A");
+                    let facts = Facts { serving, runner, script, first_start, ..facts(&record) };
+                    let decided = match step(&facts, now()) {
+                        Action::ShutDown(end) => Some(end),
+                        _ => None,
+                    };
+                    assert_eq!(decided, ends, "{record:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn i8_a_job_is_never_interrupted_while_its_run_is_the_records() {
+        for state in [State::Created, State::Running, State::Idle, State::Claimed] {
+            let record = seen(instance(state, "A", "token"));
+            for (reclaimed, failures) in [(false, 0), (true, 0), (false, 9), (true, 9)] {
+                let facts = Facts { serving: Some("A"), runner: Runner::Busy, reclaimed, failures, ..facts(&record) };
+                assert!(matches!(step(&facts, now()), Action::Wait | Action::Say(Signal::Registered, "A")));
+            }
+        }
+    }
+}

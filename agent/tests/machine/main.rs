@@ -1,0 +1,276 @@
+//! The real agent on machines of its own, with a real DynamoDB, a simulated GitHub and the runner's stand-in, which is
+//! this same program.
+
+mod bed;
+
+use std::{process::ExitCode, sync::Arc, time::Duration};
+
+use anyhow::{Result, ensure};
+use bed::{Bed, Setup};
+use jiff::SignedDuration;
+use libtest_mimic::{Arguments, Trial};
+use nix::sys::signal::Signal as UnixSignal;
+use paddock_bed_github::{Conclusion, JobRequest, Status};
+use paddock_record::{KeyPair, Signal, State};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+const AHEAD: SignedDuration = SignedDuration::from_mins(5);
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    if args.first().is_some_and(|first| first == "stand-in") {
+        return paddock_bed_github::runner::main(args[1..].to_vec());
+    }
+    let arguments = Arguments::from_args();
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime can be built");
+    let bed = match arguments.list {
+        true => None,
+        false => Some(Arc::new(runtime.block_on(Bed::start()).expect("the bed starts"))),
+    };
+    macro_rules! trials {
+        ($($name:ident),+ $(,)?) => {
+            vec![$({
+                let (bed, handle) = (bed.clone(), runtime.handle().clone());
+                Trial::test(stringify!($name), move || {
+                    let bed = bed.expect("started unless only listed");
+                    handle.block_on($name(&bed)).map_err(|error| format!("{error:#}").into())
+                })
+            }),+]
+        };
+    }
+    let trials = trials![
+        a_machine_serves_one_run_after_another,
+        a_job_outlives_the_agent_and_the_next_agent_takes_it_over,
+        a_token_sealed_to_another_key_registers_nothing,
+        a_failed_script_keeps_the_instance_out,
+        a_failed_scrub_is_no_deregistration,
+        another_run_takes_the_machine_over_without_a_removal_token,
+        an_idle_runner_ends_with_its_agent_and_comes_back_with_the_next,
+        a_runner_that_dies_is_started_again,
+        a_reclaimed_spot_instance_finishes_its_job_and_takes_no_other,
+        an_expired_instance_shuts_down,
+        a_terminated_instance_shuts_down,
+        an_instance_without_a_record_shuts_down_in_time,
+        an_agent_outlasts_the_absence_of_its_table,
+    ];
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    drop(bed);
+    conclusion.exit_code()
+}
+
+async fn a_machine_serves_one_run_after_another(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup { script: "echo once >>prepared", ..Setup::default() }).await?;
+    machine.record(State::Created, "", "", AHEAD).await?;
+    machine.says(Signal::ScriptOk, "").await?;
+    ensure!(machine.file("prepared") == "once\n");
+
+    for run in ["9001", "9002"] {
+        machine.claim(run).await?;
+        machine.says(Signal::Registered, run).await?;
+        let runner = bed.github.runner(&machine.id).expect("registered under the instance's id");
+        ensure!(runner.labels == [run], "{:?}", runner.labels);
+        ensure!(bed.github.is_online(&machine.id));
+
+        let job = bed.github.queue_job(JobRequest {
+            owner: "acme".into(),
+            repo: "app".into(),
+            labels: vec![run.into()],
+            // I10: nothing of the agent's reaches a job.
+            script: Some("touch left-behind; ! env | grep -E '^(AWS_|PADDOCK_|ACTIONS_RUNNER_INPUT_)'".into()),
+            ..JobRequest::default()
+        })?;
+        let job = bed.github.until_job(job.id, DEADLINE, |job| job.status == Status::Completed).await?;
+        ensure!(job.conclusion == Some(Conclusion::Success), "{job:?}");
+        ensure!(job.taken_by.is_some_and(|taker| taker.runner_name == machine.id));
+
+        machine.release().await?;
+        machine.says(Signal::Deregistered, run).await?;
+        ensure!(bed.github.runner(&machine.id).is_none());
+        ensure!(
+            !machine.path("opt/actions-runner/_work").exists() && !machine.path("opt/actions-runner/.runner").exists()
+        );
+    }
+    ensure!(!machine.holds_a_token(), "I10: a token lies on the machine");
+    Ok(())
+}
+
+/// A job that goes on until the test ends it, taken by this machine.
+async fn long_job(bed: &Bed, run: &str) -> Result<u64> {
+    let request =
+        JobRequest { owner: "acme".into(), repo: "app".into(), labels: vec![run.into()], ..JobRequest::default() };
+    let job = bed.github.queue_job(request)?;
+    bed.github.until_job(job.id, DEADLINE, |job| job.status == Status::InProgress).await?;
+    Ok(job.id)
+}
+
+async fn a_job_outlives_the_agent_and_the_next_agent_takes_it_over(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup { script: "echo once >>prepared", ..Setup::default() }).await?;
+    machine.record(State::Created, "", "", AHEAD).await?;
+    machine.claim("9101").await?;
+    machine.says(Signal::Registered, "9101").await?;
+    let (job, key) = (long_job(bed, "9101").await?, machine.public_key().await?);
+    let runner = bed.github.runner(&machine.id).expect("registered").id;
+
+    for signal in [UnixSignal::SIGKILL, UnixSignal::SIGTERM] {
+        let exits = machine.file("exits").lines().count();
+        let beat = machine.heartbeat().await?.updated_at;
+        // The runner has said so itself before the agent may know that it is busy.
+        machine
+            .until_true("the job in the runner's log", || {
+                machine.file("var/log/paddock-runner.log").contains("Running job")
+            })
+            .await?;
+        machine.kill_agent(signal)?;
+        machine.until_true("the end of the agent", || machine.file("exits").lines().count() > exits).await?;
+        machine
+            .until("a later heartbeat", async || Ok((machine.heartbeat().await?.updated_at > beat).then_some(())))
+            .await?;
+    }
+    ensure!(machine.file("exits") == "137\n0\n", "{}", machine.file("exits"));
+    ensure!(machine.public_key().await? == key, "the key changed");
+    ensure!(machine.file("prepared") == "once\n", "the script ran again");
+    ensure!(bed.github.job(job).is_some_and(|job| job.status == Status::InProgress));
+    ensure!(bed.github.runner(&machine.id).is_some_and(|known| known.id == runner && known.job == Some(job)));
+
+    bed.github.finish_job(job, Conclusion::Success);
+    bed.github.until_job(job, DEADLINE, |job| job.status == Status::Completed).await?;
+    machine.release().await?;
+    machine.says(Signal::Deregistered, "9101").await?;
+    ensure!(bed.github.runner(&machine.id).is_none());
+    Ok(())
+}
+
+async fn a_token_sealed_to_another_key_registers_nothing(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup::default()).await?;
+    let sealed = KeyPair::generate().public().seal(&bed.token("registration-token").await?);
+    machine.record(State::Claimed, "9201", &sealed, AHEAD).await?;
+    machine.says(Signal::RegistrationFailed, "9201").await?;
+    ensure!(bed.github.runner(&machine.id).is_none());
+    ensure!(machine.log().contains("sealed to another instance's key"), "{}", machine.log());
+    Ok(())
+}
+
+async fn a_failed_script_keeps_the_instance_out(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup { script: "echo no compiler; exit 3", ..Setup::default() }).await?;
+    machine.record(State::Created, "9301", "", AHEAD).await?;
+    machine
+        .until("the failure", async || {
+            Ok(machine.signal().await?.filter(|said| said.signal == Signal::ScriptFailed).map(drop))
+        })
+        .await?;
+    machine.claim("9301").await?;
+    // Heartbeats go on, and by the second one a working machine would long have registered.
+    for _ in 0..2 {
+        let beat = machine.heartbeat().await?.updated_at;
+        machine
+            .until("a later heartbeat", async || Ok((machine.heartbeat().await?.updated_at > beat).then_some(())))
+            .await?;
+    }
+    ensure!(bed.github.runner(&machine.id).is_none());
+    ensure!(machine.log().contains("no compiler") && machine.log().contains("exit status: 3"), "{}", machine.log());
+    Ok(())
+}
+
+async fn a_failed_scrub_is_no_deregistration(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup { scrub: Some("test -e clean"), ..Setup::default() }).await?;
+    machine.claim("9401").await?;
+    machine.says(Signal::Registered, "9401").await?;
+    machine.release().await?;
+    machine.says(Signal::DeregistrationFailed, "9401").await?;
+    ensure!(bed.github.runner(&machine.id).is_none(), "the runner itself is gone");
+    std::fs::write(machine.path("clean"), "")?;
+    machine.says(Signal::Deregistered, "9401").await
+}
+
+async fn another_run_takes_the_machine_over_without_a_removal_token(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup::default()).await?;
+    machine.claim("9501").await?;
+    machine.says(Signal::Registered, "9501").await?;
+    machine.claim("9502").await?;
+    machine.says(Signal::Registered, "9502").await?;
+    let ours: Vec<_> = bed.github.runners().into_iter().filter(|runner| runner.name == machine.id).collect();
+    ensure!(ours.len() == 1 && ours[0].labels == ["9502"], "{ours:?}");
+    Ok(())
+}
+
+async fn an_idle_runner_ends_with_its_agent_and_comes_back_with_the_next(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup::default()).await?;
+    machine.claim("9601").await?;
+    machine.says(Signal::Registered, "9601").await?;
+    machine.kill_agent(UnixSignal::SIGTERM)?;
+    machine.until_true("the end of the agent", || machine.file("exits") == "0\n").await?;
+    ensure!(machine.log().contains("stopping the runner"), "{}", machine.log());
+    machine
+        .until_true("the runner's return", || machine.file("var/log/paddock-runner.log").contains("Listening for Jobs"))
+        .await?;
+    bed.github.until_online(&machine.id, true, DEADLINE).await
+}
+
+async fn a_runner_that_dies_is_started_again(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup::default()).await?;
+    machine.claim("9701").await?;
+    machine.says(Signal::Registered, "9701").await?;
+    let of =
+        || serde_json::from_str::<serde_json::Value>(&machine.file("var/lib/paddock/memory.json")).unwrap_or_default();
+    let first = of()["runner"].clone();
+    machine.kill(&std::env::current_exe()?, "run", UnixSignal::SIGKILL)?;
+    machine.until_true("another run.sh", || !of()["runner"].is_null() && of()["runner"] != first).await?;
+    machine
+        .until_true("it listens", || machine.file("var/log/paddock-runner.log").contains("Listening for Jobs"))
+        .await?;
+    bed.github.until_online(&machine.id, true, DEADLINE).await
+}
+
+async fn a_reclaimed_spot_instance_finishes_its_job_and_takes_no_other(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup::default()).await?;
+    machine.claim("9801").await?;
+    machine.says(Signal::Registered, "9801").await?;
+    let job = long_job(bed, "9801").await?;
+    machine.interrupt_spot();
+    machine.until_true("the notice", || machine.log().contains("takes this spot instance back")).await?;
+    ensure!(bed.github.job(job).is_some_and(|job| job.status == Status::InProgress));
+    bed.github.finish_job(job, Conclusion::Success);
+    bed.github.until_online(&machine.id, false, DEADLINE).await?;
+    ensure!(bed.github.job(job).is_some_and(|job| job.conclusion == Some(Conclusion::Success)));
+    Ok(())
+}
+
+async fn an_expired_instance_shuts_down(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup::default()).await?;
+    machine.claim("9901").await?;
+    machine.says(Signal::Registered, "9901").await?;
+    machine.record(State::Running, "9901", "", -SignedDuration::from_secs(50)).await?;
+    let beat = machine.heartbeat().await?.updated_at;
+    machine
+        .until("a later heartbeat", async || Ok((machine.heartbeat().await?.updated_at > beat).then_some(())))
+        .await?;
+    ensure!(machine.file("shutdown").is_empty(), "within the minute that is the operator's");
+    machine.record(State::Running, "9901", "", -SignedDuration::from_secs(61)).await?;
+    machine.until_true("shutdown", || machine.file("shutdown") == "-h now\n").await
+}
+
+async fn a_terminated_instance_shuts_down(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup { script: "sleep 1000", ..Setup::default() }).await?;
+    machine.record(State::Terminated, "", "", SignedDuration::ZERO).await?;
+    machine.until_true("shutdown in the middle of the script", || machine.file("shutdown") == "-h now\n").await
+}
+
+async fn an_instance_without_a_record_shuts_down_in_time(bed: &Bed) -> Result<()> {
+    let lifetime = Duration::from_secs(600);
+    let aged = |seconds| Setup { age: Some((Duration::from_secs(seconds), lifetime)), ..Setup::default() };
+    let (young, old) = (bed.boot(aged(600)).await?, bed.boot(aged(661)).await?);
+    old.until_true("shutdown", || old.file("shutdown") == "-h now\n").await?;
+    young.says(Signal::ScriptOk, "").await?;
+    ensure!(young.file("shutdown").is_empty());
+    Ok(())
+}
+
+async fn an_agent_outlasts_the_absence_of_its_table(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup { table: false, ..Setup::default() }).await?;
+    machine.until_true("a failed heartbeat", || machine.log().contains("cannot write the heartbeat")).await?;
+    machine.create_table().await?;
+    machine.claim("9911").await?;
+    machine.says(Signal::Registered, "9911").await?;
+    ensure!(machine.file("exits").is_empty(), "the agent ended");
+    Ok(())
+}
