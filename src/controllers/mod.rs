@@ -1,7 +1,9 @@
 //! Wiring: each controller watches, asks [`crate::plan`] what to do, and does it through [`crate::effects`].
 
+pub mod board;
 pub mod claim;
 mod instances;
+mod launches;
 mod mirror;
 pub mod pickup;
 pub mod pool;
@@ -24,7 +26,7 @@ use paddock_record::table_name;
 use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
-use self::{pickup::Pickups, timers::Timers};
+use self::{launches::Launches, pickup::Pickups, timers::Timers};
 use crate::{
     effects::{
         aws::Clients, credentials::CredentialStore, fence::Fence, github::GitHub, ledger::Ledger, machines::Machines,
@@ -49,6 +51,7 @@ pub struct Context {
     pub machines: Machines,
     pub pickups: Arc<Pickups>,
     pub timers: Timers,
+    pub launches: Arc<Launches>,
     events: Recorder,
 }
 
@@ -65,6 +68,7 @@ impl Context {
             pickups: Pickups::new(queues.clone(), metrics.clone()),
             queues,
             timers: Timers::default(),
+            launches: Arc::default(),
             events: Recorder::new(client.clone(), reporter),
             settings,
             client,
@@ -108,6 +112,7 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
         context.ledger.listen(stop.clone()),
         pool::run(context.clone(), stop.clone()),
         claim::run(context.clone(), stop.clone()),
+        board::run(context.clone(), stop.clone()),
     );
 }
 

@@ -4,7 +4,7 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::{
-    board_worker::{holds_runner, is_failed, state},
+    board_worker::state,
     capacity::is_active,
     demand::{JobSeen, JobState, Wait},
 };
@@ -109,10 +109,9 @@ fn complaint(workers: &[&Worker]) -> Option<String> {
     })
 }
 
-/// Workers that a claim which is being deleted, or is over, still waits for: failed ones only while their runner is
-/// registered.
+/// Workers that a claim which is being deleted still waits for. What is over goes its own way.
 pub fn holding<'a>(workers: &[&'a Worker]) -> Vec<&'a Worker> {
-    workers.iter().copied().filter(|worker| is_active(worker) || (is_failed(worker) && holds_runner(worker))).collect()
+    workers.iter().copied().filter(|worker| is_active(worker)).collect()
 }
 
 fn releasing(workers: &[&Worker]) -> String {

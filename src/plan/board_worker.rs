@@ -74,7 +74,17 @@ pub fn holds_runner(worker: &Worker) -> bool {
 pub struct Observed {
     pub state: WorkerState,
     pub node: Option<String>,
+    /// What holds a pod up that does not run yet, such as an image that cannot be pulled.
+    pub waiting: Option<String>,
     pub failure: Option<Failure>,
+}
+
+/// How the claim of a worker is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClaimView {
+    Open,
+    Over,
+    Gone,
 }
 
 /// The next thing to do for a worker.
@@ -94,23 +104,35 @@ pub enum Step {
     Delete,
     /// It is over and its pod was kept long enough.
     DeletePod,
+    /// Nobody needs the record any more: delete it.
+    Forget,
     /// Nothing before this moment, if there is one.
     Rest(Option<Timestamp>),
 }
 
-pub fn next(worker: &Worker, pod: Option<&Pod>, claim_gone: bool, pod_grace: Duration, now: Timestamp) -> Step {
+/// How long things that are over are kept.
+#[derive(Clone, Copy, Debug)]
+pub struct Keep {
+    pub pod: Duration,
+    pub record: Duration,
+}
+
+pub fn next(worker: &Worker, pod: Option<&Pod>, claim: ClaimView, keep: Keep, now: Timestamp) -> Step {
     if worker.metadata.deletion_timestamp.is_some() {
         return if holds_runner(worker) { Step::Remove } else { Step::Rest(None) };
     }
     let seen = worker.status.as_ref().and_then(|status| status.pod.as_ref()).is_some();
+    let due = |time: Duration, step: Step| match since(worker).map_or(now, |end| time.after(end)) {
+        end if end <= now => step,
+        end => Step::Rest(Some(end)),
+    };
     match (state(worker).is_over(), pod) {
         (true, _) if holds_runner(worker) => Step::Deregister,
-        (true, None) => Step::Rest(None),
-        (true, Some(_)) => match since(worker).map_or(now, |end| pod_grace.after(end)) {
-            end if end <= now => Step::DeletePod,
-            end => Step::Rest(Some(end)),
-        },
-        (false, _) if claim_gone => Step::Delete,
+        (true, Some(_)) => due(keep.pod, Step::DeletePod),
+        // An open claim still counts what its workers have done.
+        (true, None) if claim == ClaimView::Open => Step::Rest(None),
+        (true, None) => due(keep.record, Step::Forget),
+        (false, _) if claim == ClaimView::Gone => Step::Delete,
         (false, None) if seen => Step::Fail(failure(FailureReason::PodMissing, "the pod was deleted by someone else")),
         (false, None) => Step::Create,
         (false, Some(pod)) => Step::Mirror(observe(state(worker), pod)),
@@ -134,7 +156,22 @@ pub fn observe(before: WorkerState, pod: &Pod) -> Observed {
         // An unreachable kubelet says `Unknown`; nothing goes back.
         (before, _) => (before, None),
     };
-    Observed { state, node, failure }
+    let waiting = if phase == "Pending" { waiting(pod) } else { None };
+    Observed { state, node, waiting, failure }
+}
+
+fn waiting(pod: &Pod) -> Option<String> {
+    let status = pod.status.as_ref()?;
+    let containers = status.container_statuses.as_deref().unwrap_or_default();
+    let container = containers.iter().find_map(|container| {
+        let waits = container.state.as_ref()?.waiting.as_ref()?;
+        Some((waits.reason.clone()?, waits.message.clone()?))
+    });
+    let unscheduled = status.conditions.as_deref().unwrap_or_default().iter().find_map(|condition| {
+        let waits = condition.type_ == "PodScheduled" && condition.status == "False";
+        waits.then_some((condition.reason.clone()?, condition.message.clone()?))
+    });
+    container.or(unscheduled).map(|(reason, message)| format!("{reason}: {message}"))
 }
 
 fn pod_failure(pod: &Pod) -> Failure {
@@ -179,7 +216,7 @@ mod tests {
     use super::*;
     use crate::plan::samples::{board_worker, claim, pod, with};
 
-    const GRACE: Duration = Duration::from_secs(60);
+    const KEEP: Keep = Keep { pod: Duration::from_secs(60), record: Duration::from_secs(3600) };
 
     fn at(second: i64) -> Timestamp {
         Timestamp::from_second(second).unwrap()
@@ -196,24 +233,43 @@ mod tests {
         let record = with(&in_state("completed"), json!({"metadata": {"finalizers": null}}));
         let deleted = json!({"metadata": {"deletionTimestamp": "2025-01-01T00:00:00Z"}});
         let running = pod("w", "p", Some("n"), "Running");
-        let mirror = Step::Mirror(Observed { state: WorkerState::Running, node: Some("n".into()), failure: None });
+        let mirror = Step::Mirror(observe(WorkerState::Pending, &running));
         let missing = Step::Fail(failure(FailureReason::PodMissing, "the pod was deleted by someone else"));
         let none = None::<&Pod>;
-        for (name, worker, pod, claim_gone, now, expected) in [
-            ("nothing made yet", &fresh, none, false, 0, Step::Create),
-            ("its pod is there", &fresh, Some(&running), false, 0, mirror),
-            ("its pod was there and is gone", &seen, none, false, 0, missing),
-            ("its claim is gone", &fresh, Some(&running), true, 0, Step::Delete),
-            ("it failed", &in_state("failed"), none, false, 0, Step::Deregister),
-            ("it completed and its claim is gone", &in_state("completed"), none, true, 0, Step::Deregister),
-            ("a record with a pod", &record, Some(&running), false, 59, Step::Rest(Some(at(60)))),
-            ("a record with an old pod", &record, Some(&running), false, 60, Step::DeletePod),
-            ("a record", &record, none, true, 99, Step::Rest(None)),
-            ("it is being deleted", &with(&fresh, deleted.clone()), Some(&running), false, 0, Step::Remove),
-            ("a record is being deleted", &with(&record, deleted), Some(&running), false, 0, Step::Rest(None)),
+        use ClaimView::{Gone, Open, Over};
+        for (name, worker, pod, claim, now, expected) in [
+            ("nothing made yet", &fresh, none, Open, 0, Step::Create),
+            ("its pod is there", &fresh, Some(&running), Open, 0, mirror),
+            ("its pod was there and is gone", &seen, none, Open, 0, missing),
+            ("its claim is over, a spare serves others", &fresh, none, Over, 0, Step::Create),
+            ("its claim is gone", &fresh, Some(&running), Gone, 0, Step::Delete),
+            ("it failed", &in_state("failed"), none, Open, 0, Step::Deregister),
+            ("it completed and its claim is gone", &in_state("completed"), none, Gone, 0, Step::Deregister),
+            ("a record with a pod", &record, Some(&running), Gone, 59, Step::Rest(Some(at(60)))),
+            ("a record with an old pod", &record, Some(&running), Open, 60, Step::DeletePod),
+            ("a record that counts", &record, none, Open, 9999, Step::Rest(None)),
+            ("a record", &record, none, Over, 3599, Step::Rest(Some(at(3600)))),
+            ("an old record", &record, none, Gone, 3600, Step::Forget),
+            ("it is being deleted", &with(&fresh, deleted.clone()), Some(&running), Open, 0, Step::Remove),
+            ("a record is being deleted", &with(&record, deleted), Some(&running), Open, 0, Step::Rest(None)),
         ] {
-            assert_eq!(next(worker, pod, claim_gone, GRACE, at(now)), expected, "{name}");
+            assert_eq!(next(worker, pod, claim, KEEP, at(now)), expected, "{name}");
         }
+    }
+
+    #[test]
+    fn a_pod_that_cannot_start_says_why() {
+        let unscheduled =
+            json!([{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}]);
+        let pending = with(&pod("w", "p", None, "Pending"), json!({"status": {"conditions": unscheduled}}));
+        assert_eq!(observe(WorkerState::Pending, &pending).waiting.as_deref(), Some("Unschedulable: 0/1 nodes"));
+        let pulling = json!([{
+            "name": "runner", "image": "", "imageID": "", "ready": false, "restartCount": 0,
+            "state": {"waiting": {"reason": "ErrImageNeverPull", "message": "no image"}},
+        }]);
+        let pulling = with(&pending, json!({"status": {"containerStatuses": pulling}}));
+        assert_eq!(observe(WorkerState::Pending, &pulling).waiting.as_deref(), Some("ErrImageNeverPull: no image"));
+        assert_eq!(observe(WorkerState::Pending, &pod("w", "p", None, "Running")).waiting, None);
     }
 
     #[test]
