@@ -17,7 +17,7 @@ use crate::{
     world::{World, secret},
 };
 
-/// A handle on the simulator that can be cloned and outlives nothing.
+/// A handle on the simulator; clones act on the same one.
 #[derive(Clone)]
 pub struct Control {
     pub(crate) hub: Arc<Hub>,

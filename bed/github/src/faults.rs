@@ -18,11 +18,8 @@ use crate::{model::signed, world::World};
 pub enum Effect {
     /// Answers with an error instead of doing anything: with `retry-after`, with a spent rate limit that resets in so
     /// many seconds, or with neither.
-    Status {
-        status: u16,
-        retry_after: Option<u64>,
-        reset_in: Option<u64>,
-    },
+    Status { status: u16, retry_after: Option<u64>, reset_in: Option<u64> },
+    /// Carried out later, by the simulator's clock.
     DelayMs(u64),
     /// Never answers.
     Hang,

@@ -1,6 +1,6 @@
 //! What every request of the API passes: faults, credentials, rate limits, counting, and the check of the answer.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use axum::{
     body::{Body, to_bytes},
@@ -16,6 +16,7 @@ use crate::{
     auth::{Caller, authenticate},
     faults::{Effect, drop_connection, refusal},
     hub::Hub,
+    model::signed,
     rate::{Window, within_a_minute},
 };
 
@@ -38,7 +39,7 @@ pub async fn faults(State(hub): State<Arc<Hub>>, request: Request, next: Next) -
             refusal(status, retry_after, reset_in, hub.clock.now())
         }
         Some(Effect::DelayMs(ms)) => {
-            tokio::time::sleep(std::time::Duration::from_millis(ms)).await;
+            hub.clock.sleep_until(hub.clock.now() + signed(Duration::from_millis(ms))).await;
             next.run(request).await
         }
         Some(Effect::Hang) => std::future::pending().await,
@@ -71,7 +72,7 @@ pub async fn api(State(hub): State<Arc<Hub>>, mut request: Request, next: Next) 
     count(&hub, &request, caller.as_ref().and_then(Caller::installation));
     let account = caller.as_ref().map_or_else(|| "anonymous".to_owned(), Caller::account);
     let free = without_prefix(request.uri().path()) == "/rate_limit";
-    if !free && let Err(refused) = take(&hub, &request, &account) {
+    if !free && let Some(refused) = take(&hub, &request, &account) {
         return refused;
     }
     if let Some(caller) = caller {
@@ -85,8 +86,8 @@ pub async fn api(State(hub): State<Arc<Hub>>, mut request: Request, next: Next) 
     answer
 }
 
-/// One call off the primary limit, and the secondary ones where they are on.
-fn take(hub: &Hub, request: &Request, account: &str) -> Result<(), Response> {
+/// One call off the primary limit, and the secondary ones where they are on; the refusal when one is spent.
+fn take(hub: &Hub, request: &Request, account: &str) -> Option<Response> {
     let limits = &hub.options;
     let jit = request.method() == Method::POST && request.uri().path().ends_with("/generate-jitconfig");
     let (primary, secondary) = hub.note(|world, now| {
@@ -103,12 +104,9 @@ fn take(hub: &Hub, request: &Request, account: &str) -> Result<(), Response> {
         let message = format!("API rate limit exceeded for {account}.");
         let mut answer = Refusal::new(StatusCode::FORBIDDEN, &message).into_response();
         rate_headers(hub, account, &mut answer);
-        return Err(answer);
+        return Some(answer);
     }
-    match secondary {
-        Some(secondary) => Err(refusal(403, secondary.retry_after, None, hub.clock.now())),
-        None => Ok(()),
-    }
+    secondary.map(|secondary| refusal(403, secondary.retry_after, None, hub.clock.now()))
 }
 
 fn rate_headers(hub: &Hub, account: &str, answer: &mut Response) {

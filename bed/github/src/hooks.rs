@@ -17,7 +17,7 @@ use tokio::sync::oneshot;
 use crate::{
     clock::stamp,
     hub::Hub,
-    model::same,
+    model::{same, signed},
     world::{Event, World},
 };
 
@@ -49,6 +49,7 @@ pub enum HookEffect {
     Vanish,
     /// It arrives twice.
     Duplicate,
+    /// It arrives later, by the simulator's clock.
     DelayMs(u64),
     /// It waits until [`crate::GitHub::release_hooks`], which may also turn the order round.
     Hold,
@@ -249,10 +250,10 @@ pub(crate) fn send(hub: &Arc<Hub>, parcel: Parcel) {
         true => hub.tails.lock().expect("no panic while held").insert((hook.id, delivery.run), receiver),
         false => None,
     };
-    let hub = Arc::clone(hub);
+    let (hub, due) = (Arc::clone(hub), hub.clock.now() + signed(parcel.delay));
     tokio::spawn(async move {
         let _hold_back_the_next: oneshot::Sender<()> = sent;
-        tokio::time::sleep(parcel.delay).await;
+        hub.clock.sleep_until(due).await;
         if let Some(previous) = previous {
             let _ = previous.await;
         }

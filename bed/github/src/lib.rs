@@ -14,6 +14,7 @@ mod faults;
 mod gate;
 mod hooks;
 mod hub;
+mod jobs;
 mod json;
 mod model;
 mod pages;

@@ -225,9 +225,8 @@ async fn message(State(hub): State<Arc<Hub>>, Me(me): Me) -> Reply {
         return Ok(StatusCode::NO_CONTENT.into_response());
     };
     let job = assigned?;
-    hub.note(|world, _| {
-        let job = world.jobs.get_mut(&job).expect("jobs are never removed");
-        job.heard = true;
+    hub.read(|world, _| {
+        let job = &world.jobs[&job];
         let (id, run_id, name) = (job.id, job.run_id, job.name.clone());
         let (duration_ms, script) = (job.duration.map(|duration| duration.as_millis() as u64), job.script.clone());
         let repository = world.repository_by_id(world.runs[&run_id].repository);
@@ -236,8 +235,12 @@ async fn message(State(hub): State<Arc<Hub>>, Me(me): Me) -> Reply {
     })
 }
 
-/// Answers when the job is to end before its time.
+/// The runner works on the job; answers when that is to end before its time.
 async fn order(State(hub): State<Arc<Hub>>, Me(me): Me, Path(job): Path<u64>) -> Reply {
+    hub.change(|world, _| {
+        let mine = world.runners.get(&me).is_some_and(|runner| runner.job == Some(job));
+        world.jobs.get_mut(&job).filter(|_| mine).map(|job| job.heard = true)
+    });
     let _presence = Presence::new(&hub, me);
     let order = hub.until(|world, _| {
         let job = world.jobs.get(&job)?;

@@ -110,14 +110,23 @@ async fn a_lost_response_was_carried_out_and_a_dropped_request_was_not() {
 #[tokio::test]
 async fn answers_can_be_slow_or_never_come() {
     let bed = Bed::start().await;
+    let url = format!("{}{RUNNERS}", bed.github.api_url());
     bed.github.fault(Fault::new("GET", RUNNERS, Effect::Hang).times(1));
-    bed.github.fault(Fault::new("GET", RUNNERS, Effect::DelayMs(50)).times(1));
-    let hung =
-        bed.http.get(format!("{}{RUNNERS}", bed.github.api_url())).timeout(Duration::from_millis(200)).send().await;
+    let hung = bed.http.get(&url).timeout(Duration::from_millis(200)).send().await;
     assert!(hung.unwrap_err().is_timeout());
+
+    bed.github.clear_faults();
+    bed.github.fault(Fault::new("GET", RUNNERS, Effect::DelayMs(1_800_000)).times(1));
+    let slow = tokio::spawn(bed.http.get(&url).bearer_auth(&bed.token).send());
     let start = std::time::Instant::now();
+    while bed.github.faults()[0].times != Some(0) {
+        assert!(start.elapsed() < DEADLINE, "the slow request does not come");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
     assert_eq!(bed.get(RUNNERS).await.status, 200);
-    assert!(start.elapsed() >= Duration::from_millis(50), "an answer came before its time");
+    assert!(!slow.is_finished(), "a later request overtakes it");
+    bed.github.advance(Duration::from_secs(1800));
+    assert_eq!(slow.await.unwrap().unwrap().status(), 200);
     bed.finish().await;
 }
 
