@@ -14,7 +14,10 @@ use kube::{
     },
 };
 use serde::de::DeserializeOwned;
-use tokio::sync::broadcast::{self, error::RecvError};
+use tokio::sync::{
+    broadcast::{self, error::RecvError},
+    watch,
+};
 
 use crate::api::{APP, LABEL_APP, RunnerClaim, RunnerPool, Worker};
 
@@ -87,31 +90,50 @@ pub struct Stores {
     /// Runner pods only.
     pub pods: Watched<Pod>,
     pub nodes: Watched<Node>,
+    filled: watch::Receiver<bool>,
 }
 
 impl Stores {
     pub fn start(client: &Client, namespace: Option<&str>) -> Self {
         let all = watcher::Config::default;
-        Self {
-            pools: Watched::start(scoped(client, namespace), all()),
-            claims: Watched::start(scoped(client, namespace), all()),
-            workers: Watched::start(scoped(client, namespace), all()),
-            pods: Watched::start(scoped(client, namespace), all().labels(&format!("{LABEL_APP}={APP}"))),
-            nodes: Watched::start(Api::all(client.clone()), all()),
-        }
+        let (pools, claims, workers) = (
+            Watched::<RunnerPool>::start(scoped(client, namespace), all()),
+            Watched::<RunnerClaim>::start(scoped(client, namespace), all()),
+            Watched::<Worker>::start(scoped(client, namespace), all()),
+        );
+        let pods = Watched::<Pod>::start(scoped(client, namespace), all().labels(&format!("{LABEL_APP}={APP}")));
+        let nodes = Watched::<Node>::start(Api::all(client.clone()), all());
+        // One task waits for all: a store wakes only the last one who waits for it.
+        let (filling, filled) = watch::channel(false);
+        let stores = Self { pools, claims, workers, pods, nodes, filled };
+        let (pools, claims, workers, pods, nodes) = (
+            stores.pools.store.clone(),
+            stores.claims.store.clone(),
+            stores.workers.store.clone(),
+            stores.pods.store.clone(),
+            stores.nodes.store.clone(),
+        );
+        tokio::spawn(async move {
+            let waits = tokio::try_join!(
+                pools.wait_until_ready(),
+                claims.wait_until_ready(),
+                workers.wait_until_ready(),
+                pods.wait_until_ready(),
+                nodes.wait_until_ready(),
+            );
+            // A dropped writer means that the runtime is shutting down.
+            filling.send_replace(waits.is_ok());
+        });
+        stores
     }
 
     /// Waits until every cache has been filled once.
     pub async fn ready(&self) {
-        let waits = tokio::join!(
-            self.pools.store.wait_until_ready(),
-            self.claims.store.wait_until_ready(),
-            self.workers.store.wait_until_ready(),
-            self.pods.store.wait_until_ready(),
-            self.nodes.store.wait_until_ready(),
-        );
-        // A dropped writer means that the runtime is shutting down.
-        let _ = waits;
+        let _ = self.filled.clone().wait_for(|filled| *filled).await;
+    }
+
+    pub fn is_ready(&self) -> bool {
+        *self.filled.borrow()
     }
 }
 

@@ -60,7 +60,6 @@ impl ControlPlane {
     /// With `Isolated::address` the API server also answers at the ClusterIP of its service; with loopback it takes a
     /// free port there and leaves the service aside.
     pub async fn start(dir: &Path, address: Ipv4Addr) -> Result<Self> {
-        use_one_crypto_provider();
         let dir = dir.join("kube");
         let port = if address.is_loopback() { free_port()? } else { 443 };
         let url = format!("https://{address}:{port}");
@@ -271,9 +270,12 @@ pub fn succeeded(what: &str, output: Output) -> Result<String> {
 
 /// A client for a kubeconfig file.
 pub async fn client_from(kubeconfig: &Path) -> Result<Client> {
-    use_one_crypto_provider();
     let config = Kubeconfig::read_from(kubeconfig)?;
-    let config = Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await?;
+    client_with(Config::from_custom_kubeconfig(config, &KubeConfigOptions::default()).await?)
+}
+
+pub fn client_with(config: Config) -> Result<Client> {
+    use_one_crypto_provider();
     Ok(Client::try_from(config)?)
 }
 

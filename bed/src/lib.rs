@@ -1,8 +1,12 @@
 //! The test bed: the real parts that Paddock meets in production, or faithful stand-ins, started and stopped by one
 //! program. The demo, the end-to-end tests and the benchmarks all stand on it.
 
+pub mod image;
 pub mod isolate;
 pub mod kube;
+pub mod kwok;
+pub mod node;
+pub mod stage;
 
 pub use paddock_bed_aws as aws;
 pub use paddock_bed_github as github;

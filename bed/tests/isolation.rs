@@ -5,7 +5,7 @@
 use std::{
     fs,
     io::{BufRead, BufReader, Read, Write},
-    net::{TcpListener, TcpStream},
+    net::{Ipv4Addr, TcpListener, TcpStream},
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Child, Command, ExitCode, Stdio},
@@ -18,8 +18,13 @@ use nix::{
     sys::signal::{SigSet, Signal, kill},
     unistd::{Pid, geteuid},
 };
-use paddock_bed::isolate::{Isolated, Options, enter};
+use paddock_bed::{
+    isolate::{Isolated, Options, enter},
+    kube::{self, ControlPlane},
+    node::{self, Node},
+};
 use serde::{Deserialize, Serialize};
+use tokio::runtime::Runtime;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 const PORT: u16 = 8080;
@@ -40,8 +45,14 @@ fn main() -> ExitCode {
     if std::env::args().nth(1).as_deref() == Some("inside") {
         return inside();
     }
+    let node_possible = Bed::start(this_program(&["inside"])).report.node_possible.clone();
+    if let Err(why) = &node_possible {
+        println!("skipped: {why}");
+    }
     let trials = vec![
         Trial::test("a_killed_bed_leaves_nothing_behind", killed),
+        Trial::test("a_killed_bed_with_a_node_leaves_nothing_behind", killed_with_node)
+            .with_ignored_flag(node_possible.is_err()),
         Trial::test("a_bed_that_ends_by_itself_leaves_nothing_behind", ended),
         Trial::test("a_bed_of_a_user_without_root_leaves_nothing_behind", unprivileged)
             .with_ignored_flag(!geteuid().is_root()), // without root the two before have shown it
@@ -53,10 +64,14 @@ fn main() -> ExitCode {
 
 /// Leaves whatever it can: a daemon, a cgroup, files; then answers each connection until it is told to end.
 fn inside() -> ExitCode {
+    let node_wanted = std::env::args().nth(2).as_deref() == Some("node");
+    let tools = if node_wanted { [&kube::TOOLS[..], &node::TOOLS].concat() } else { Vec::new() };
     let Isolated { dir, shared, listeners, address, node_possible } =
-        enter(Options { listen: 1, ..Options::default() }).unwrap();
+        enter(Options { tools: &tools, listen: 1 }).unwrap();
     let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     signals.thread_block().unwrap();
+    let runtime = Runtime::new().unwrap();
+    let _node = node_wanted.then(|| runtime.block_on(run_a_pod(&dir, address)).unwrap());
     Command::new("sh").args(["-c", "setsid sleep 1000 &"]).status().unwrap();
     if node_possible.is_ok() {
         fs::create_dir_all(pids_cgroup().join("pods/one")).unwrap();
@@ -84,6 +99,18 @@ fn inside() -> ExitCode {
     ExitCode::from(7)
 }
 
+/// A real node with a pod that would run for ever.
+async fn run_a_pod(dir: &Path, address: Ipv4Addr) -> anyhow::Result<(ControlPlane, Node)> {
+    let plane = ControlPlane::start(dir, address).await?;
+    let node = Node::start(&plane, "node", &[]).await?;
+    let pod = "{apiVersion: v1, kind: Pod, metadata: {name: stays, namespace: default}, spec: {containers: \
+               [{name: main, image: paddock-bed/sandbox:1, imagePullPolicy: Never}]}}";
+    plane.apply(pod).await?;
+    let wait = ["wait", "--for=condition=Ready", "--timeout=120s", "pod/stays"];
+    kube::succeeded("kubectl wait", plane.kubectl(&wait).await?)?;
+    Ok((plane, node))
+}
+
 fn pids_cgroup() -> PathBuf {
     let v1 = Path::new("/sys/fs/cgroup/pids");
     if v1.exists() { v1 } else { Path::new("/sys/fs/cgroup") }.to_owned()
@@ -96,7 +123,7 @@ struct Bed {
 
 impl Bed {
     fn start(mut program: Command) -> Self {
-        let mut child = program.arg("inside").stdout(Stdio::piped()).spawn().unwrap();
+        let mut child = program.stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         Self { child, report: serde_json::from_str(&line).unwrap() }
@@ -117,7 +144,7 @@ impl Bed {
             let shares = NAMESPACES.iter().zip(&self.report.namespaces).any(|(kind, own)| link(kind) == *own);
             let mounts = fs::read_to_string(process.join("mountinfo")).unwrap_or_default().contains(name);
             let janitor = process.join("exe").read_link().ok() == std::env::current_exe().ok()
-                && fs::read(process.join("cmdline")).unwrap_or_default().ends_with(b"inside\0")
+                && fs::read(process.join("cmdline")).unwrap_or_default().windows(7).any(|word| word == b"inside\0")
                 && fs::read_to_string(process.join("status")).unwrap_or_default().contains("PPid:\t1\n");
             if shares || mounts || janitor {
                 remains.push(process.display().to_string());
@@ -147,8 +174,10 @@ impl Drop for Bed {
     }
 }
 
-fn this_program() -> Command {
-    Command::new(std::env::current_exe().unwrap())
+fn this_program(arguments: &[&str]) -> Command {
+    let mut program = Command::new(std::env::current_exe().unwrap());
+    program.args(arguments);
+    program
 }
 
 fn processes() -> impl Iterator<Item = PathBuf> {
@@ -167,10 +196,9 @@ fn find_cgroups(dir: &Path, name: &str) -> Vec<String> {
 }
 
 fn killed() -> Result<(), Failed> {
-    let mut bed = Bed::start(this_program());
+    let mut bed = Bed::start(this_program(&["inside"]));
     let before = bed.remains();
-    if geteuid().is_root() {
-        assert_eq!(bed.report.node_possible, Ok(()));
+    if bed.report.node_possible.is_ok() {
         assert!(
             before.iter().any(|what| what.contains("cgroup")),
             "the test finds no cgroup of a live bed: {before:?}"
@@ -181,8 +209,14 @@ fn killed() -> Result<(), Failed> {
     bed.assert_gone()
 }
 
+fn killed_with_node() -> Result<(), Failed> {
+    let mut bed = Bed::start(this_program(&["inside", "node"]));
+    bed.end(Signal::SIGKILL);
+    bed.assert_gone()
+}
+
 fn ended() -> Result<(), Failed> {
-    let mut bed = Bed::start(this_program());
+    let mut bed = Bed::start(this_program(&["inside"]));
     assert_eq!(bed.end(Signal::SIGTERM), Some(7), "the signal reached the inside, and its exit code the outside");
     assert_eq!(bed.remains(), Vec::<String>::new(), "an orderly end waits until all is gone");
     Ok(())
@@ -194,7 +228,7 @@ fn unprivileged() -> Result<(), Failed> {
     fs::copy(std::env::current_exe()?, &copy)?;
     fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
     let mut program = Command::new(copy);
-    program.uid(65534).gid(65534).current_dir("/");
+    program.arg("inside").uid(65534).gid(65534).current_dir("/");
     let mut bed = Bed::start(program);
     let why = bed.report.node_possible.clone().unwrap_err();
     assert!(why.contains("root"), "{why}");
@@ -203,7 +237,7 @@ fn unprivileged() -> Result<(), Failed> {
 }
 
 fn side_by_side() -> Result<(), Failed> {
-    let beds = [Bed::start(this_program()), Bed::start(this_program())];
+    let beds = [Bed::start(this_program(&["inside"])), Bed::start(this_program(&["inside"]))];
     let [one, other] = &beds; // both serve the same address and port
     assert_ne!(one.report.dir, other.report.dir);
     for (a, b) in one.report.namespaces.iter().zip(&other.report.namespaces) {
@@ -218,7 +252,7 @@ fn side_by_side() -> Result<(), Failed> {
 }
 
 fn reached() -> Result<(), Failed> {
-    let bed = Bed::start(this_program());
+    let bed = Bed::start(this_program(&["inside"]));
     let mut answer = String::new();
     TcpStream::connect(("127.0.0.1", bed.report.host_port))?.read_to_string(&mut answer)?;
     assert_eq!(answer, "from the bed");

@@ -216,13 +216,13 @@ impl Work {
                 Step::Create(count) => {
                     let there = self.context.ledger.of_pool(&self.pool_key());
                     let live = there.iter().filter(|tracked| tracked.record.state != State::Terminated).count() as u32;
-                    if live + count > ec2.max_instances {
+                    let max = ec2.max_instances;
+                    let Some(_room) = self.context.launches.reserve(&self.pool_key(), live, count, count, max) else {
                         let message = format!(
-                            "{count} more machines are needed, but the pool has {live} of at most {} (maxInstances)",
-                            ec2.max_instances
+                            "{count} more machines are needed, but the pool has or creates {live} of at most {max} (maxInstances)"
                         );
                         return self.wait(ClaimReason::PoolFull, message).await;
-                    }
+                    };
                     self.status.fleet = Some(FleetOrder {
                         client_token: client_token(&self.claim.uid().unwrap_or_default(), 1),
                         attempt: 1,

@@ -285,10 +285,9 @@ async fn keep_warm(
         tracked.record.state == State::Idle
             || (tracked.record.run_id.is_empty() && tracked.record.state == State::Created)
     });
-    let missing = ec2.min_idle.saturating_sub(idle.count() as u32).min(ec2.max_instances.saturating_sub(live));
-    let (Some(class), Some(template), 1..) = (ec2.default_resource_class(), &new.launch_template, missing) else {
-        return Ok(());
-    };
+    let missing = ec2.min_idle.saturating_sub(idle.count() as u32);
+    let (Some(class), Some(template)) = (ec2.default_resource_class(), &new.launch_template) else { return Ok(()) };
+    let Some(room) = context.launches.reserve(key, live, 1, missing, ec2.max_instances) else { return Ok(()) };
     let needs = Needs {
         usage_class: ec2.defaults.usage_class,
         resource_class: class.name.clone(),
@@ -301,7 +300,7 @@ async fn keep_warm(
         // A crash before the records are written leaves orphans, which the sweep ends.
         client_token: client_token(&format!("{}{now}", pool.uid().unwrap_or_default()), 0),
         template: LaunchTemplate::clone(template),
-        count: missing,
+        count: room.count(),
         usage_class: needs.usage_class,
         cpu: needs.cpu,
         memory_mib: needs.memory_mib,

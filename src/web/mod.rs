@@ -11,7 +11,6 @@ use axum::{
     response::{IntoResponse, Redirect, Response},
     routing::get,
 };
-use futures::FutureExt;
 use jiff::Timestamp;
 use serde::Serialize;
 
@@ -43,9 +42,9 @@ pub fn router(stores: Stores, metrics: Metrics) -> Router {
 
 /// Ready once every cache has been filled: then pages tell the truth and a lease may be taken.
 async fn ready(State(pages): State<Pages>) -> impl IntoResponse {
-    match pages.stores.ready().now_or_never() {
-        Some(()) => (StatusCode::OK, "ready"),
-        None => (StatusCode::SERVICE_UNAVAILABLE, "the caches are not filled yet"),
+    match pages.stores.is_ready() {
+        true => (StatusCode::OK, "ready"),
+        false => (StatusCode::SERVICE_UNAVAILABLE, "the caches are not filled yet"),
     }
 }
 

@@ -179,3 +179,19 @@ pub async fn the_agent_is_fetched_and_checked(aws: &Aws) {
         format!(r#"curl -fsS -o agent '{url}'; echo '{sha256}  agent' | sha256sum -c -; chmod +x agent; exec ./agent"#);
     launch(aws, &machines, "fetcher", &script, false, "the agent runs").await;
 }
+
+pub async fn a_hundred_machines_run_side_by_side(aws: &Aws) {
+    let (_turn, machines) = start(aws, Options::default()).await;
+    template(aws, "hundred", "#!/bin/sh\necho up\nexec sleep 7654325\n").await;
+    let subnet = &aws.subnets()[0].0;
+    let (_, text) = fleet(aws, "hundred", 100, &[(subnet, &[("InstanceType", "m5.large")])], &[]).await;
+    let ids = ids(&text);
+    assert_eq!(ids.len(), 100, "{text}");
+    let up = || ids.iter().filter(|id| machines.log(id).contains("up")).count();
+    eventually("all to be up", async || (up() == 100).then_some(())).await;
+    let keys: Vec<_> = (1..=100).map(|index| format!("InstanceId.{index}")).collect();
+    let fields: Vec<_> = keys.iter().zip(&ids).map(|(key, id)| (key.as_str(), id.as_str())).collect();
+    assert_eq!(ec2(aws, "TerminateInstances", &fields).await.0, 200);
+    until_gone("sleep 7654325").await;
+    eventually("all to be gone", async || ids.iter().all(|id| !machines.list().contains_key(id)).then_some(())).await;
+}

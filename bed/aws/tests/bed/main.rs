@@ -39,7 +39,7 @@ fn main() {
         machines: user_data_runs_with_metadata_of_its_own and_dies_with_the_instance
             shutdown_terminates_as_the_template_says spot_instance_is_announced_then_taken
             frozen_machine_stops_and_thaws crashed_machine_leaves_its_instance_running
-            failed_boot_runs_nothing nothing_is_left_when_dropped the_agent_is_fetched_and_checked;
+            a_hundred_machines_run_side_by_side failed_boot_runs_nothing nothing_is_left_when_dropped the_agent_is_fetched_and_checked;
     };
     let conclusion = libtest_mimic::run(&Arguments::from_args(), trials);
     support::stop();

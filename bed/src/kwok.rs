@@ -1,0 +1,76 @@
+//! Simulated nodes, for scale and for machines where no real one can run: KWOK plays the kubelet, so pods on them become
+//! Running without running.
+
+use std::{collections::BTreeMap, process::Command};
+
+use anyhow::Result;
+use futures::{StreamExt, TryStreamExt, stream};
+use k8s_openapi::api::core::v1::Node;
+use kube::{
+    Api, Client,
+    api::{Patch, PatchParams, PostParams},
+};
+use serde_json::json;
+
+use crate::{
+    kube::ControlPlane,
+    process::{Process, tool},
+};
+
+/// The tool that [`SimulatedNodes::start`] needs, for `isolate::Options`.
+pub const TOOLS: [&str; 1] = ["kwok"];
+
+/// KWOK plays the nodes with this annotation and leaves real ones alone.
+const ANNOTATION: (&str, &str) = ("kwok.x-k8s.io/node", "fake");
+
+pub struct SimulatedNodes {
+    client: Client,
+    _kwok: Process,
+}
+
+impl SimulatedNodes {
+    pub fn start(plane: &ControlPlane) -> Result<Self> {
+        let mut command = Command::new(tool("kwok")?);
+        command
+            .arg(format!("--kubeconfig={}", plane.kubeconfig().display()))
+            .arg(format!("--manage-nodes-with-annotation-selector={}={}", ANNOTATION.0, ANNOTATION.1))
+            .args(["--node-lease-duration-seconds=40", "--cidr=10.90.0.1/16"]);
+        let kwok = Process::spawn("kwok", command, &plane.dir().join("log"))?;
+        Ok(Self { client: plane.client(), _kwok: kwok })
+    }
+
+    /// Adds nodes `<prefix>-0` to `<prefix>-<n - 1>` with these labels and, beside CPU, memory, pods and storage in
+    /// plenty, `allocatable`. KWOK makes them Ready a moment later.
+    pub async fn add(
+        &self,
+        prefix: &str,
+        n: usize,
+        labels: &[(&str, &str)],
+        allocatable: &[(&str, &str)],
+    ) -> Result<()> {
+        let nodes: Api<Node> = Api::all(self.client.clone());
+        let added = stream::iter(0..n).map(|i| {
+            let (nodes, name) = (&nodes, format!("{prefix}-{i}"));
+            async move {
+                nodes.create(&PostParams::default(), &node(&name, labels)?).await?;
+                let status = json!({ "status": status(allocatable) });
+                nodes.patch_status(&name, &PatchParams::default(), &Patch::Merge(status)).await?;
+                Ok(())
+            }
+        });
+        added.buffer_unordered(16).try_collect().await
+    }
+}
+
+fn node(name: &str, labels: &[(&str, &str)]) -> Result<Node> {
+    let usual = [("kubernetes.io/hostname", name), ("kubernetes.io/os", "linux"), ("type", "kwok")];
+    let labels: BTreeMap<_, _> = usual.iter().chain(labels).copied().collect();
+    let metadata = json!({ "name": name, "labels": labels, "annotations": { ANNOTATION.0: ANNOTATION.1 } });
+    Ok(serde_json::from_value(json!({ "metadata": metadata }))?)
+}
+
+fn status(allocatable: &[(&str, &str)]) -> serde_json::Value {
+    let usual = [("cpu", "64"), ("memory", "256Gi"), ("pods", "250"), ("ephemeral-storage", "1Ti")];
+    let resources: BTreeMap<_, _> = usual.iter().chain(allocatable).copied().collect();
+    json!({ "capacity": resources, "allocatable": resources })
+}

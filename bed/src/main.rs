@@ -1,0 +1,44 @@
+//! `paddock-bed`: the test bed's own program.
+
+use std::{path::PathBuf, process::ExitCode};
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use paddock_bed::{github::runner, image::operator_image};
+
+/// The test bed of Paddock.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Build the operator's OCI image, without a container engine
+    Image {
+        /// The archive to write, for `docker load`, `skopeo copy oci-archive:…` or `ctr images import`
+        out: PathBuf,
+        /// The `paddock` program
+        #[arg(long)]
+        binary: PathBuf,
+        /// The image's name and tag
+        #[arg(long, default_value = concat!("paddock:", env!("CARGO_PKG_VERSION")))]
+        tag: String,
+    },
+    /// Be the stand-in for GitHub's Actions runner
+    #[command(disable_help_flag = true)]
+    Runner {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+}
+
+fn main() -> Result<ExitCode> {
+    match Arguments::parse().command {
+        Command::Image { out, binary, tag } => operator_image(&tag, &binary)?.write(&out)?,
+        Command::Runner { arguments } => return Ok(runner::main(arguments)),
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,260 @@
+//! The board path: a real kubelet runs the pods, and the runner inside takes jobs from the simulated GitHub.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use k8s_openapi::api::core::v1::{Node as KubeNode, Pod, Secret};
+use kube::{
+    Api, ResourceExt,
+    api::{DeleteParams, ListParams, Patch, PatchParams},
+};
+use paddock::api::{ClaimPhase, LABEL_BOARD, READY, RunnerClaim, RunnerPool, Worker, WorkerState};
+use paddock_bed::{
+    github::{Conclusion, Effect, Fault, JobRequest, Status},
+    image::runner_image,
+    node::Node,
+    stage::{CREDENTIALS, ORGANIZATION, REPOSITORY, binary},
+};
+use serde_json::{Value, json};
+use tokio::sync::OnceCell;
+
+use crate::support::World;
+
+const BOARD: &str = "test-board";
+const IMAGE: &str = "paddock-bed/runner:1";
+const JIT_CONFIG: &str = "/orgs/acme/actions/runners/generate-jitconfig";
+
+/// The one real node; it ends with the bed.
+static NODE: OnceCell<Node> = OnceCell::const_new();
+
+/// A namespace with a pool of its own: its jobs have a label, and its slots a resource, that no other test has.
+struct Boards<'a> {
+    world: &'a World,
+    namespace: String,
+    label: String,
+}
+
+impl<'a> Boards<'a> {
+    async fn new(world: &'a World, slots: u32) -> Result<Self> {
+        let node = NODE.get_or_try_init(|| start_node(world)).await?;
+        let namespace = world.namespace().await?;
+        let (label, resource) = (format!("rv-{namespace}"), format!("paddock.test/{namespace}"));
+        // As Kubernetes documents it for extended resources without a device plugin.
+        let capacity = json!({ "status": { "capacity": { &resource: slots.to_string() } } });
+        let nodes: Api<KubeNode> = Api::all(world.stage.kube.client());
+        nodes.patch_status(node.name(), &PatchParams::default(), &Patch::Merge(capacity)).await?;
+        let pool = json!({
+            "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerPool",
+            "metadata": { "name": "riscv", "namespace": namespace },
+            "spec": { "board": {
+                "board": BOARD, "labels": [[label]], "image": IMAGE, "resourceName": resource,
+                "github": { "credentialsRef": { "name": CREDENTIALS }, "runnerGroup": "Boards" },
+            } },
+        });
+        world.stage.kube.apply(&pool.to_string()).await?;
+        let free = |pool: &RunnerPool| pool.status.as_ref().and_then(|status| Some(status.slots.as_ref()?.free));
+        world.until::<RunnerPool>(&namespace, "riscv", "free", |pool| free(pool) == Some(slots)).await?;
+        Ok(Self { world, namespace, label })
+    }
+
+    async fn claim(&self, name: &str) -> Result<()> {
+        let github = &self.world.stage.github;
+        let (owner, repository) =
+            (github.organization(ORGANIZATION), github.repository(ORGANIZATION, REPOSITORY, true)?);
+        let claim = json!({
+            "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerClaim",
+            "metadata": { "name": name, "namespace": self.namespace },
+            "spec": {
+                "runId": "1", "labels": [self.label], "repository": format!("{ORGANIZATION}/{REPOSITORY}"),
+                "repositoryId": repository.id,
+                "owner": { "id": owner.id, "login": owner.login, "type": "Organization" },
+            },
+        });
+        self.world.stage.kube.apply(&claim.to_string()).await
+    }
+
+    fn job(&self, duration_ms: Option<u64>) -> Result<u64> {
+        let request = JobRequest {
+            owner: ORGANIZATION.into(),
+            repo: REPOSITORY.into(),
+            labels: vec![self.label.clone()],
+            duration_ms,
+            ..JobRequest::default()
+        };
+        Ok(self.world.stage.github.queue_job(request)?.id)
+    }
+
+    async fn until_claim(&self, name: &str, phase: ClaimPhase) -> Result<RunnerClaim> {
+        let is = |claim: &RunnerClaim| claim.status.as_ref().and_then(|status| status.phase) == Some(phase);
+        self.world.until(&self.namespace, name, phase.as_str(), is).await
+    }
+
+    async fn until_worker(&self, name: &str, state: WorkerState) -> Result<Worker> {
+        let is = |worker: &Worker| worker.status.as_ref().and_then(|status| status.state) == Some(state);
+        self.world.until(&self.namespace, name, state.as_str(), is).await
+    }
+
+    /// The name of the claim's only worker.
+    fn worker_of(&self, claim: &RunnerClaim) -> Result<String> {
+        let workers = claim.status.as_ref().map(|status| status.workers.as_slice()).unwrap_or_default();
+        ensure!(workers.len() == 1, "one worker, not {workers:?}");
+        Ok(workers[0].name.clone())
+    }
+
+    async fn until_taken(&self, job: u64) -> Result<String> {
+        let github = &self.world.stage.github;
+        let deadline = std::time::Duration::from_secs(60);
+        let job = github.until_job(job, deadline, |job| job.status == Status::InProgress && job.heard).await?;
+        Ok(job.taken_by.context("somebody runs it")?.runner_name)
+    }
+
+    async fn until_no_runner(&self, name: &str) -> Result<()> {
+        let github = &self.world.stage.github;
+        self.world.until_true(&format!("runner {name} is gone"), async || Ok(github.runner(name).is_none())).await
+    }
+}
+
+async fn start_node(world: &World) -> Result<Node> {
+    let node = Node::start(&world.stage.kube, "board-1", &[(LABEL_BOARD, BOARD)]).await?;
+    let archive = world.stage.dir().join("runner.tar");
+    runner_image(IMAGE, Path::new(&binary("paddock-bed-runner")?), &["jit"])?.write(&archive)?;
+    node.import_image(&archive).await?;
+    Ok(node)
+}
+
+fn message(claim: &RunnerClaim) -> &str {
+    let conditions = claim.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
+    conditions.iter().find(|condition| condition.type_ == READY).map_or("", |condition| &condition.message)
+}
+
+/// A claim gets a pod on the board, its runner takes a job, and when the job is done nothing is left but records.
+pub async fn claim_runs_a_job_on_the_board(world: &World) -> Result<()> {
+    let boards = Boards::new(world, 1).await?;
+    boards.claim("build").await?;
+    let claim = boards.until_claim("build", ClaimPhase::Ready).await?;
+    let name = boards.worker_of(&claim)?;
+    let worker = boards.until_worker(&name, WorkerState::Running).await?;
+    let status = worker.status.clone().unwrap_or_default();
+    ensure!(status.location.as_deref() == Some("board-1"), "it says where it runs: {status:?}");
+    ensure!(world.stage.github.is_online(&name), "Ready means that the runner is online");
+
+    let secret = world.api::<Secret>(&boards.namespace).get(&name).await?;
+    let owners = secret.owner_references();
+    let pod = world.api::<Pod>(&boards.namespace).get(&name).await?;
+    ensure!(
+        owners.len() == 1 && Some(&owners[0].uid) == pod.metadata.uid.as_ref(),
+        "the pod owns its Secret: {owners:?}"
+    );
+    let config = secret.data.unwrap_or_default().remove("jitconfig").context("the Secret has the config")?;
+    let config = String::from_utf8(config.0)?;
+    let shown = [json!(pod), json!(worker), json!(claim)].map(|object| object.to_string());
+    ensure!(!shown.iter().any(|text| text.contains(&config)), "I10: the config is in the Secret alone");
+
+    let job = boards.job(Some(200))?;
+    boards.until_worker(&name, WorkerState::Completed).await?;
+    let job = world.stage.github.job(job).context("the job is known")?;
+    ensure!(job.conclusion == Some(Conclusion::Success), "{job:?}");
+    ensure!(job.taken_by.is_some_and(|taken| taken.runner_name == name), "its own runner ran it");
+    let claim = boards.until_claim("build", ClaimPhase::Completed).await?;
+    ensure!(claim.status.is_some_and(|status| status.progress == "1/1"));
+
+    boards.until_no_runner(&name).await?;
+    world.until_gone::<Secret>(&boards.namespace, &name).await?;
+    let pod = world.api::<Pod>(&boards.namespace).get(&name).await?;
+    ensure!(pod.status.and_then(|status| status.phase).as_deref() == Some("Succeeded"), "the pod stays for its log");
+    world.api::<RunnerClaim>(&boards.namespace).delete("build", &DeleteParams::default()).await?;
+    world.until_gone::<RunnerClaim>(&boards.namespace, "build").await?;
+    world.api::<Worker>(&boards.namespace).get(&name).await.context("the record outlives the claim")?;
+    Ok(())
+}
+
+/// I7: with one slot the second claim waits, says for what, and gets the slot when it is free.
+pub async fn second_claim_waits_for_the_slot(world: &World) -> Result<()> {
+    let boards = Boards::new(world, 1).await?;
+    boards.claim("a-first").await?;
+    boards.until_claim("a-first", ClaimPhase::Ready).await?;
+    boards.claim("b-second").await?;
+    let waits = format!("no free slot on board {BOARD} (0 of 1)");
+    world.until::<RunnerClaim>(&boards.namespace, "b-second", "waiting", |claim| message(claim) == waits).await?;
+    boards.job(Some(100))?;
+    boards.until_claim("a-first", ClaimPhase::Completed).await?;
+    boards.until_claim("b-second", ClaimPhase::Ready).await?;
+    let workers = world.api::<Worker>(&boards.namespace).list(&ListParams::default()).await?;
+    ensure!(workers.items.len() == 2, "no more workers than claims");
+    Ok(())
+}
+
+/// I8: deleting a claim leaves its busy runner alone, and finishes when the job does.
+pub async fn busy_worker_outlives_the_deletion_of_its_claim(world: &World) -> Result<()> {
+    let boards = Boards::new(world, 1).await?;
+    boards.claim("build").await?;
+    let claim = boards.until_claim("build", ClaimPhase::Ready).await?;
+    let name = boards.worker_of(&claim)?;
+    let job = boards.job(None)?;
+    ensure!(boards.until_taken(job).await? == name);
+    world.api::<RunnerClaim>(&boards.namespace).delete("build", &DeleteParams::default()).await?;
+    let busy = |claim: &RunnerClaim| message(claim).contains("busy");
+    world.until::<RunnerClaim>(&boards.namespace, "build", "waiting for its busy runner", busy).await?;
+    let pod = world.api::<Pod>(&boards.namespace).get(&name).await?;
+    ensure!(pod.metadata.deletion_timestamp.is_none(), "the pod is left alone");
+    world.stage.github.finish_job(job, Conclusion::Success);
+    world.until_gone::<RunnerClaim>(&boards.namespace, "build").await?;
+    boards.until_no_runner(&name).await?;
+    let job = world.stage.github.job(job).context("the job is known")?;
+    ensure!(job.conclusion == Some(Conclusion::Success), "{job:?}");
+    Ok(())
+}
+
+/// An idle runner goes with its claim, at GitHub first.
+pub async fn deleted_claim_takes_its_idle_runner_along(world: &World) -> Result<()> {
+    let boards = Boards::new(world, 1).await?;
+    boards.claim("build").await?;
+    let claim = boards.until_claim("build", ClaimPhase::Ready).await?;
+    let name = boards.worker_of(&claim)?;
+    world.api::<RunnerClaim>(&boards.namespace).delete("build", &DeleteParams::default()).await?;
+    world.until_gone::<RunnerClaim>(&boards.namespace, "build").await?;
+    boards.until_no_runner(&name).await?;
+    world.until_gone::<Pod>(&boards.namespace, &name).await?;
+    world.until_gone::<Secret>(&boards.namespace, &name).await?;
+    world.api::<RunnerPool>(&boards.namespace).delete("riscv", &DeleteParams::default()).await?;
+    world.until_gone::<RunnerPool>(&boards.namespace, "riscv").await
+}
+
+/// I1, I2: a JIT config whose answer was lost leaves a runner that nobody can be; it makes room for another.
+pub async fn lost_jit_config_is_replaced(world: &World) -> Result<()> {
+    let boards = Boards::new(world, 1).await?;
+    world.stage.github.fault(Fault::new("POST", JIT_CONFIG, Effect::LostResponse).times(1));
+    boards.claim("build").await?;
+    let claim = boards.until_claim("build", ClaimPhase::Ready).await?;
+    let name = boards.worker_of(&claim)?;
+    let label = &boards.label;
+    let runners = world.stage.github.runners();
+    let own: Vec<_> =
+        runners.iter().filter(|runner| runner.labels.contains(label)).map(|runner| &runner.name).collect();
+    ensure!(own == [&name], "one runner, not {own:?}");
+    boards.job(Some(100))?;
+    boards.until_worker(&name, WorkerState::Completed).await?;
+    boards.until_no_runner(&name).await
+}
+
+/// A pod that fails says how, and another worker takes its place.
+pub async fn failed_pod_is_explained_and_replaced(world: &World) -> Result<()> {
+    let boards = Boards::new(world, 1).await?;
+    boards.claim("build").await?;
+    let claim = boards.until_claim("build", ClaimPhase::Ready).await?;
+    let name = boards.worker_of(&claim)?;
+    // The kubelet ends the pod, as it does at its deadline.
+    let deadline: Value = json!({ "spec": { "activeDeadlineSeconds": 1 } });
+    let pods = world.api::<Pod>(&boards.namespace);
+    pods.patch(&name, &PatchParams::default(), &Patch::Merge(deadline)).await?;
+    let failed = boards.until_worker(&name, WorkerState::Failed).await?;
+    let failure = failed.status.and_then(|status| status.failure).context("a failed worker says why")?;
+    ensure!(failure.message.contains("DeadlineExceeded"), "{failure:?}");
+    boards.until_no_runner(&name).await?;
+    let replaced = |claim: &RunnerClaim| {
+        let status = claim.status.clone().unwrap_or_default();
+        status.phase == Some(ClaimPhase::Ready) && status.workers.len() == 2
+    };
+    world.until::<RunnerClaim>(&boards.namespace, "build", "Ready again", replaced).await?;
+    Ok(())
+}

@@ -1,0 +1,63 @@
+//! End-to-end tests: the real operator, under the chart's own rights, on real parts.
+//!
+//! The whole program runs in namespaces of its own (see `paddock_bed::isolate`), one stage serves all tests, and each
+//! test has a Kubernetes namespace for itself.
+
+mod ec2;
+mod support;
+
+use std::{process::ExitCode, sync::Arc};
+
+use anyhow::Result;
+use libtest_mimic::{Arguments, Trial};
+use paddock_bed::{
+    isolate::{self, Options},
+    stage::{Stage, TOOLS},
+};
+use support::World;
+
+fn main() -> ExitCode {
+    let arguments = Arguments::from_args();
+    if arguments.list {
+        return libtest_mimic::run(&arguments, trials(None)).exit_code();
+    }
+    match start() {
+        Ok(world) => {
+            let conclusion = libtest_mimic::run(&arguments, trials(Some(world.clone())));
+            if conclusion.has_failed() {
+                eprintln!("--- the operator's log ---\n{}", world.operator_log());
+            }
+            conclusion.exit_code()
+        }
+        Err(error) => {
+            eprintln!("the stage could not be set: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn start() -> Result<Arc<World>> {
+    let isolated = isolate::enter(Options { tools: TOOLS, listen: 0 })?;
+    let runtime = tokio::runtime::Runtime::new()?;
+    let (stage, operator) = runtime.block_on(async {
+        let stage = Stage::start(&isolated).await?;
+        let operator = stage.operator("operator", &[]).await?;
+        anyhow::Ok((stage, operator))
+    })?;
+    Ok(Arc::new(World::new(runtime, stage, operator)))
+}
+
+/// Every test by its name; without a world they can only be listed.
+fn trials(world: Option<Arc<World>>) -> Vec<Trial> {
+    let test = |name: &str, test: support::Test| {
+        let world = world.clone();
+        Trial::test(name, move || match world {
+            Some(world) => world.play(test).map_err(|error| format!("{error:?}").into()),
+            None => Err("tests are only listed".into()),
+        })
+    };
+    vec![
+        test("ec2_claim_from_the_warm_pool_and_back", |world| Box::pin(ec2::claim_from_the_warm_pool_and_back(world))),
+        test("ec2_claim_from_an_empty_pool", |world| Box::pin(ec2::claim_from_an_empty_pool(world))),
+    ]
+}
