@@ -14,20 +14,22 @@ pub async fn configure(options: &Options<'_>) -> Outcome {
                     'config.cmd remove' or './config.sh remove' first."
             .into());
     }
-    let (url, token) = (options.required("url")?.trim_end_matches('/'), options.required("token")?);
+    let (url, token) = (options.required("url")?, options.required("token")?);
+    let url = url.trim_end_matches('/');
     let (server, path) = split(url).ok_or_else(|| format!("'{url}' is not the address of an owner or a repository"))?;
     let defaults = ["self-hosted", "Linux", architecture()].map(str::to_owned);
-    let labels = options.value("labels").unwrap_or_default().split(',').map(str::trim);
+    let labels = options.value("labels").unwrap_or_default();
+    let labels = labels.split(',').map(str::trim);
     let registration = Registration {
         path: path.to_owned(),
-        token: token.to_owned(),
-        name: options.value("name").map_or_else(host_name, str::to_owned),
+        token,
+        name: options.value("name").unwrap_or_else(host_name),
         labels: labels.filter(|label| !label.is_empty()).map(str::to_owned).collect(),
         default_labels: if options.flag("no-default-labels") { vec![] } else { defaults.into() },
-        group: options.value("runnergroup").map(str::to_owned),
+        group: options.value("runnergroup"),
         replace: options.flag("replace"),
         ephemeral: options.flag("ephemeral"),
-        work_folder: options.value("work").unwrap_or("_work").to_owned(),
+        work_folder: options.value("work").unwrap_or_else(|| "_work".into()),
     };
     if registration.labels.is_empty() && registration.default_labels.is_empty() {
         return Err("At least one label is needed with --no-default-labels".into());
@@ -57,7 +59,7 @@ pub async fn configure(options: &Options<'_>) -> Outcome {
 pub async fn remove(options: &Options<'_>) -> Outcome {
     let dir = Path::new(".");
     if let Ok(files) = files::read(dir) {
-        let removal = Removal { runner: files.settings.agent_id, token: options.required("token")?.to_owned() };
+        let removal = Removal { runner: files.settings.agent_id, token: options.required("token")? };
         let url = format!("{}/_runner/remove", files.settings.server_url);
         let answer = reqwest::Client::new().post(url).json(&removal).send().await;
         let answer = answer.map_err(|error| format!("Failed: Removing runner from the server\n{error}"))?;

@@ -21,7 +21,11 @@ pub async fn run(job: &Assignment, settings: &Settings) -> Conclusion {
         return Conclusion::Success;
     };
     let _ = fs::create_dir_all(&settings.work_folder);
-    let child = Command::new("sh")
+    let mut shell = Command::new("sh");
+    for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with(super::INPUT)) {
+        shell.env_remove(name);
+    }
+    let child = shell
         .args(["-e", "-c", script])
         .current_dir(&settings.work_folder)
         .env("CI", "true")

@@ -28,7 +28,7 @@ pub fn main(mut args: Vec<String>) -> ExitCode {
             ["config", "remove", options @ ..] => config::remove(&Options(options)).await,
             ["config", options @ ..] => config::configure(&Options(options)).await,
             ["run", options @ ..] => match Options(options).value("jitconfig") {
-                Some(config) => listen::run_jit(config).await,
+                Some(config) => listen::run_jit(&config).await,
                 None => listen::run_configured().await,
             },
             ["jit"] => match std::env::var("RUNNER_JITCONFIG") {
@@ -61,21 +61,27 @@ fn inputs(variables: impl Iterator<Item = (String, String)>) -> Vec<String> {
 
 type Outcome = Result<(), String>;
 
+/// The real runner takes any option from the environment too, under this name: no secret need be on a command line.
+const INPUT: &str = "ACTIONS_RUNNER_INPUT_";
+
 /// `--name value` and `--flag`, the real runner's way.
 struct Options<'a>(&'a [&'a str]);
 
 impl Options<'_> {
-    fn value(&self, name: &str) -> Option<&str> {
-        let at =
-            self.0.iter().position(|arg| arg.strip_prefix("--").is_some_and(|arg| arg.eq_ignore_ascii_case(name)))?;
-        self.0.get(at + 1).copied().filter(|value| !value.starts_with("--"))
+    fn position(&self, name: &str) -> Option<usize> {
+        self.0.iter().position(|arg| arg.strip_prefix("--").is_some_and(|arg| arg.eq_ignore_ascii_case(name)))
+    }
+
+    fn value(&self, name: &str) -> Option<String> {
+        let given = self.position(name).and_then(|at| self.0.get(at + 1)).filter(|value| !value.starts_with("--"));
+        given.map(|&value| value.to_owned()).or_else(|| std::env::var(format!("{INPUT}{}", name.to_uppercase())).ok())
     }
 
     fn flag(&self, name: &str) -> bool {
-        self.0.iter().any(|arg| arg.strip_prefix("--").is_some_and(|arg| arg.eq_ignore_ascii_case(name)))
+        self.position(name).is_some() || self.value(name).is_some_and(|value| value.eq_ignore_ascii_case("true"))
     }
 
-    fn required(&self, name: &str) -> Result<&str, String> {
+    fn required(&self, name: &str) -> Result<String, String> {
         let value = self.value(name).filter(|value| !value.is_empty());
         value.ok_or_else(|| format!("Invalid configuration provided for {name}. Terminating unattended configuration."))
     }

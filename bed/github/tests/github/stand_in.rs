@@ -119,7 +119,9 @@ async fn a_machine_registers_runs_jobs_and_is_removed() {
     let wrong = output(script(dir.path(), "config.sh", &["remove", "--token", "AWRONG"])).await;
     assert!(!wrong.status.success() && bed.github.runner("i-123").is_some());
     let token = token(&bed, "remove-token").await;
-    let removed = output(script(dir.path(), "config.sh", &["remove", "--token", &token])).await;
+    let mut remove = script(dir.path(), "config.sh", &["remove"]);
+    remove.env("ACTIONS_RUNNER_INPUT_TOKEN", &token);
+    let removed = output(remove).await;
     assert!(removed.status.success(), "{}", text(&removed));
     assert!(bed.github.runner("i-123").is_none() && !dir.path().join("actions-runner/.runner").exists());
     bed.finish().await;
