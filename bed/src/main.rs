@@ -4,7 +4,7 @@ use std::{path::PathBuf, process::ExitCode};
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use paddock_bed::{github::runner, image::operator_image};
+use paddock_bed::{demo, github::runner, image::operator_image};
 
 /// The test bed of Paddock.
 #[derive(Parser)]
@@ -16,6 +16,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Show a claim going Ready, and stay until Ctrl-C; with CI set or without a terminal, end by itself
+    Demo,
     /// Build the operator's OCI image, without a container engine
     Image {
         /// The archive to write, for `docker load`, `skopeo copy oci-archive:…` or `ctr images import`
@@ -37,6 +39,7 @@ enum Command {
 
 fn main() -> Result<ExitCode> {
     match Arguments::parse().command {
+        Command::Demo => demo::run()?,
         Command::Image { out, binary, tag } => operator_image(&tag, &binary)?.write(&out)?,
         Command::Runner { arguments } => return Ok(runner::main(arguments)),
     }

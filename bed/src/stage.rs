@@ -1,6 +1,7 @@
 //! All parts together: a cluster, AWS with machines, GitHub, and the operator under the chart's own service account.
 
 use std::{
+    net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
@@ -134,20 +135,23 @@ impl Stage {
         })
     }
 
-    /// Starts an operator as the chart would, and waits until it answers.
+    /// Starts an operator as the chart would, on a free port, and waits until it answers.
     pub async fn operator(&self, name: &str, arguments: &[&str]) -> Result<Operator> {
-        let port = free_port()?;
+        self.operator_at(name, (Ipv4Addr::LOCALHOST, free_port()?).into(), arguments).await
+    }
+
+    pub async fn operator_at(&self, name: &str, address: SocketAddr, arguments: &[&str]) -> Result<Operator> {
         let mut command = Command::new(binary("paddock")?);
         command
             .args(["run", "--cluster-name", CLUSTER, "--github-api-url", &self.github.api_url()])
-            .args(["--listen", &format!("127.0.0.1:{port}"), "--lease-duration", "3s"])
+            .args(["--listen", &address.to_string(), "--lease-duration", "3s"])
             .args(arguments)
             .env("KUBECONFIG", &self.operator_kubeconfig)
             .env("HOSTNAME", name)
             .envs(self.aws.env());
         let process = Process::spawn(name, command, &self.dir.join("operator"))?;
-        let mut operator = Operator { process, url: format!("http://127.0.0.1:{port}") };
-        let url = format!("{}/readyz", operator.url);
+        let mut operator = Operator { process, address };
+        let url = format!("{}/readyz", operator.url());
         let ready = async || reqwest::get(&url).await.is_ok_and(|answer| answer.status().is_success());
         operator.process.until_ready(Duration::from_secs(60), ready).await?;
         Ok(operator)
@@ -157,13 +161,21 @@ impl Stage {
 /// A running `paddock run`; killed when dropped.
 pub struct Operator {
     process: Process,
-    url: String,
+    address: SocketAddr,
 }
 
 impl Operator {
     /// Where its pages are.
-    pub fn url(&self) -> &str {
-        &self.url
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    pub fn exited(&mut self) -> bool {
+        self.process.exited().is_some()
     }
 
     pub fn log(&self) -> String {
