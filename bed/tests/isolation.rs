@@ -15,16 +15,20 @@ use std::{
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use nix::{
-    sys::signal::{SigSet, Signal, kill},
+    sys::signal::{Signal, kill},
     unistd::{Pid, geteuid},
 };
 use paddock_bed::{
     isolate::{Isolated, Options, enter},
     kube::{self, ControlPlane},
     node::{self, Node},
+    process::spawn,
 };
 use serde::{Deserialize, Serialize};
-use tokio::runtime::Runtime;
+use tokio::{
+    runtime::Runtime,
+    signal::unix::{SignalKind, signal},
+};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 const PORT: u16 = 8080;
@@ -68,9 +72,8 @@ fn inside() -> ExitCode {
     let tools = if node_wanted { [&kube::TOOLS[..], &node::TOOLS].concat() } else { Vec::new() };
     let Isolated { dir, shared, listeners, address, node_possible } =
         enter(Options { tools: &tools, listen: 1 }).unwrap();
-    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
-    signals.thread_block().unwrap();
     let runtime = Runtime::new().unwrap();
+    let mut told_to_end = runtime.block_on(async { signal(SignalKind::terminate()) }).unwrap();
     let _node = node_wanted.then(|| runtime.block_on(run_a_pod(&dir, address)).unwrap());
     Command::new("sh").args(["-c", "setsid sleep 1000 &"]).status().unwrap();
     if node_possible.is_ok() {
@@ -95,7 +98,7 @@ fn inside() -> ExitCode {
             connection.unwrap().write_all(b"from the bed").unwrap();
         }
     });
-    signals.wait().unwrap();
+    runtime.block_on(told_to_end.recv());
     ExitCode::from(7)
 }
 
@@ -123,7 +126,8 @@ struct Bed {
 
 impl Bed {
     fn start(mut program: Command) -> Self {
-        let mut child = program.stdout(Stdio::piped()).spawn().unwrap();
+        program.stdout(Stdio::piped());
+        let mut child = spawn(program).unwrap(); // it dies with this program, should that be killed
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         Self { child, report: serde_json::from_str(&line).unwrap() }
