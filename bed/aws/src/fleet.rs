@@ -16,16 +16,19 @@ use roxmltree::Document;
 use crate::{
     call::{Answer, Service},
     capacity::{Capacity, Usage},
-    catalogue::{Catalogue, Requirements},
+    catalogue::{Catalogue, InstanceType, Requirements},
     ec2::{self, Template},
     form::Form,
     front::{Failure, Front, Outcome},
     xml,
 };
 
-/// The fleets made under each client token: the request, and its one answer, given to all who ask again.
+/// A request and its one answer, given to all who ask again.
+type Made = (Form, Shared<BoxFuture<'static, Answer>>);
+
+/// The fleets made under each client token.
 #[derive(Default)]
-pub struct Fleets(Mutex<HashMap<String, (Form, Shared<BoxFuture<'static, Answer>>)>>);
+pub struct Fleets(Mutex<HashMap<String, Made>>);
 
 /// Answers a request; with a client token that came before, as it was answered then.
 pub async fn create(front: &Arc<Front>, mut form: Form, invisible: Option<Duration>) -> Answer {
@@ -177,49 +180,55 @@ fn pools(
 ) -> (Vec<Pool>, Vec<PoolError>) {
     let (mut found, mut errors) = (Vec::new(), Vec::new());
     for (usage, _, _) in request.targets.iter().filter(|(_, wanted, _)| *wanted > 0) {
-        for (index, config) in request.configs.iter().enumerate() {
+        for (index, (config, default)) in request.configs.iter().zip(defaults).enumerate() {
             for choice in &config.overrides {
-                let named = choice.instance_type.as_deref().or(defaults[index]).unwrap_or_default();
-                let mut pool = Pool {
+                let pool = Pool {
                     config: index,
                     subnet: choice.subnet.clone().unwrap_or_default(),
                     zone: String::new(),
-                    instance_type: named.to_owned(),
+                    instance_type: choice.instance_type.as_deref().or(*default).unwrap_or_default().to_owned(),
                     usage: *usage,
                 };
-                let mut fail = |pool: &Pool, code: &str, message: String| {
-                    errors.push(PoolError { pool: pool.clone(), code: code.into(), message });
-                };
-                let fits = |(id, zone): &&(String, String)| match (&choice.subnet, &choice.zone) {
-                    (Some(wanted), _) => wanted == id,
-                    (None, wanted) => wanted.as_ref().is_none_or(|wanted| wanted == zone),
-                };
-                let Some((subnet, zone)) = subnets.iter().find(fits) else {
-                    let message = format!("The subnet ID '{}' does not exist", pool.subnet);
-                    fail(&pool, "InvalidSubnetID.NotFound", message);
-                    continue;
-                };
-                (pool.subnet, pool.zone) = (subnet.clone(), zone.clone());
-                let types: Vec<_> = match &choice.requirements {
-                    Some(requirements) => catalogue.matching(requirements, *usage).collect(),
-                    None => catalogue.get(named).into_iter().collect(),
-                };
-                if types.is_empty() {
-                    let message =
-                        "Unable to fulfill capacity due to your request configuration: no instance type matches.";
-                    fail(&pool, "UnfulfillableCapacity", message.into());
+                match choice.open(pool, subnets, catalogue) {
+                    Ok(pools) => found.extend(pools),
+                    Err(error) => errors.push(*error),
                 }
-                let size = |kind: &crate::catalogue::InstanceType| (kind.vcpus, kind.memory_mib, kind.name.clone());
-                found.extend(
-                    types
-                        .into_iter()
-                        .map(|kind| (size(kind), Pool { instance_type: kind.name.clone(), ..pool.clone() })),
-                );
             }
         }
     }
-    found.sort_by(|a, b| a.0.cmp(&b.0));
+    found.sort_by(|(a, _), (b, _)| (a.vcpus, a.memory_mib, &a.name).cmp(&(b.vcpus, b.memory_mib, &b.name)));
     (found.into_iter().map(|(_, pool)| pool).collect(), errors)
+}
+
+impl Override {
+    /// The pools of this override: its subnet, with each type that it allows.
+    fn open<'a>(
+        &self,
+        mut pool: Pool,
+        subnets: &[(String, String)],
+        catalogue: &'a Catalogue,
+    ) -> Result<Vec<(&'a InstanceType, Pool)>, Box<PoolError>> {
+        let fits = |(id, zone): &&(String, String)| match (&self.subnet, &self.zone) {
+            (Some(wanted), _) => wanted == id,
+            (None, wanted) => wanted.as_ref().is_none_or(|wanted| wanted == zone),
+        };
+        let Some((subnet, zone)) = subnets.iter().find(fits) else {
+            let message = format!("The subnet ID '{}' does not exist", pool.subnet);
+            return Err(Box::new(PoolError { pool, code: "InvalidSubnetID.NotFound".into(), message }));
+        };
+        (pool.subnet, pool.zone) = (subnet.clone(), zone.clone());
+        let types: Vec<_> = match &self.requirements {
+            Some(requirements) => catalogue.matching(requirements, pool.usage).collect(),
+            None => catalogue.get(&pool.instance_type).into_iter().collect(),
+        };
+        if types.is_empty() {
+            let message =
+                "Unable to fulfill capacity due to your request configuration: no instance type matches.".into();
+            return Err(Box::new(PoolError { pool, code: "UnfulfillableCapacity".into(), message }));
+        }
+        let each = |kind: &'a InstanceType| (kind, Pool { instance_type: kind.name.clone(), ..pool.clone() });
+        Ok(types.into_iter().map(each).collect())
+    }
 }
 
 /// Fills the targets from the pools as far as capacity goes; each pool that falls short is an error of the answer.

@@ -2,6 +2,9 @@
 
 use std::{
     future::Future,
+    os::unix::process::CommandExt,
+    path::Path,
+    process::{Command, Stdio},
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
@@ -22,11 +25,21 @@ pub fn run(test: impl AsyncFnOnce(&Aws)) {
         let mut shared = AWS.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let (aws, _) = shared.get_or_insert_with(|| {
             let dir = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+            clean_up_after_us(dir.path());
             (Arc::new(runtime.block_on(Aws::start(dir.path())).unwrap()), dir)
         });
         aws.clone()
     };
     runtime.block_on(test(&aws));
+}
+
+/// Removes `dir` when this program ends, also if it is killed: the janitor sees the end of a pipe.
+fn clean_up_after_us(dir: &Path) {
+    let mut janitor = Command::new("sh");
+    janitor.args(["-c", r#"cat; rm -rf "$0""#]).arg(dir).stdin(Stdio::piped()).process_group(0);
+    janitor.stdout(Stdio::null()).stderr(Stdio::null());
+    // The pipe stays open for as long as the program lives.
+    std::mem::forget(janitor.spawn().unwrap().stdin);
 }
 
 /// Ends the shared AWS and removes its files.
