@@ -1,0 +1,170 @@
+//! The IAM policies of `docs/iam` grant exactly what the sources call.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+};
+
+use paddock_record::{entity, table_name};
+use serde_json::Value;
+
+/// What EC2 asks of whoever calls `CreateFleet` with a launch template that has tags and an instance profile.
+const OF_CREATE_FLEET: [&str; 3] = ["ec2:CreateTags", "ec2:RunInstances", "iam:PassRole"];
+
+/// EC2 lets these be granted for everything or not at all.
+const WITHOUT_RESOURCE: [&str; 2] = ["ec2:DescribeInstances", "ec2:DescribeLaunchTemplateVersions"];
+
+fn read(path: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
+}
+
+fn statements(policy: &str) -> Vec<Value> {
+    let policy: Value = serde_json::from_str(&read(policy)).unwrap();
+    assert_eq!(policy["Version"], "2012-10-17");
+    let statements = policy["Statement"].as_array().unwrap().clone();
+    assert!(statements.iter().all(|statement| statement["Effect"] == "Allow"));
+    statements
+}
+
+/// One text or a list of them.
+fn texts(value: &Value) -> Vec<String> {
+    match value {
+        Value::String(text) => vec![text.clone()],
+        Value::Array(list) => list.iter().map(|text| text.as_str().unwrap().to_owned()).collect(),
+        other => panic!("neither a text nor a list: {other}"),
+    }
+}
+
+fn actions(statements: &[Value]) -> BTreeSet<String> {
+    statements.iter().flat_map(|statement| texts(&statement["Action"])).collect()
+}
+
+/// The Rust sources below a directory, with their names.
+fn sources(dir: &str) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(dir)).unwrap() {
+        let name = format!("{dir}/{}", entry.unwrap().file_name().to_str().unwrap());
+        if name.ends_with(".rs") {
+            found.push((name.clone(), read(&name)));
+        } else {
+            found.extend(sources(&name));
+        }
+    }
+    found
+}
+
+/// The service whose client a source calls, if it calls one.
+fn service(text: &str) -> Option<&'static str> {
+    let of_sdk = |service: &&str| text.contains(&format!("aws_sdk_{service}"));
+    let mut services = ["dynamodb", "ec2", "sqs"].into_iter().filter(of_sdk);
+    services.next().filter(|_| services.next().is_none())
+}
+
+/// `client.get_item()` becomes `GetItem`, however the line is broken.
+fn calls(text: &str) -> BTreeSet<String> {
+    let dense: String = text.chars().filter(|c| !c.is_whitespace()).collect();
+    let calls = dense.split("client.").skip(1).filter_map(|rest| rest.split_once("()").map(|(name, _)| name));
+    let names = calls.filter(|name| name.bytes().all(|b| b.is_ascii_lowercase() || b == b'_') && *name != "clone");
+    names.map(|name| name.split('_').map(capitalised).collect()).collect()
+}
+
+fn capitalised(word: &str) -> String {
+    let (first, rest) = word.split_at(1);
+    first.to_uppercase() + rest
+}
+
+/// The action that IAM knows for a call: those for batches go by that for one.
+fn action(service: &str, call: &str) -> String {
+    let call = if service == "sqs" { call.trim_end_matches("Batch") } else { call };
+    format!("{service}:{call}")
+}
+
+/// Every action that the sources below `dir` need, with the files that call it.
+fn needed(dir: &str) -> BTreeMap<String, BTreeSet<String>> {
+    let mut needed: BTreeMap<_, BTreeSet<String>> = BTreeMap::new();
+    for (name, text) in sources(dir) {
+        let called = calls(&text);
+        match service(&text) {
+            Some(service) => {
+                for call in called {
+                    needed.entry(action(service, &call)).or_default().insert(name.clone());
+                }
+            }
+            None if !text.contains("aws_sdk_") => {}
+            None => assert_eq!(called, BTreeSet::new(), "{name} uses several services: one adapter for each"),
+        }
+    }
+    needed
+}
+
+fn assert_exact(policy: &str, dir: &str, implied: &[&str]) {
+    let (granted, needed) = (actions(&statements(policy)), needed(dir));
+    for (action, files) in &needed {
+        assert!(granted.contains(action), "{policy} does not grant {action}, which {files:?} call");
+    }
+    for action in &granted {
+        let used = needed.contains_key(action) || implied.contains(&action.as_str());
+        assert!(used, "{policy} grants {action}, which nothing below {dir} calls");
+    }
+}
+
+#[test]
+fn the_operator_may_do_exactly_what_it_calls() {
+    assert_exact("docs/iam/operator.json", "src", &OF_CREATE_FLEET);
+}
+
+#[test]
+fn an_instance_may_do_exactly_what_its_agent_calls() {
+    assert_exact("docs/iam/instance.json", "agent/src", &[]);
+}
+
+#[test]
+fn an_error_names_the_call_that_was_refused() {
+    for (name, text) in sources("src/effects").into_iter().filter(|(_, text)| service(text).is_some()) {
+        let named = text.split("word(\"").skip(1).filter_map(|rest| rest.split_once('"'));
+        let named: BTreeSet<_> = named.map(|(call, _)| call.to_owned()).collect();
+        assert_eq!(named, calls(&text), "{name}");
+    }
+}
+
+#[test]
+fn nothing_is_granted_beyond_our_names_and_tags() {
+    let ours = table_name("");
+    for statement in [statements("docs/iam/operator.json"), statements("docs/iam/instance.json")].concat() {
+        let actions = texts(&statement["Action"]);
+        for resource in texts(&statement["Resource"]) {
+            let tagged = statement["Condition"].to_string().contains("Tag/paddock:cluster");
+            let made_by_us = statement["Condition"].to_string().contains("ec2:CreateAction");
+            let part_of_a_launch =
+                actions.iter().all(|action| action == "ec2:CreateFleet" || action == "ec2:RunInstances");
+            let fits = match resource.split(':').nth(2) {
+                None => actions.iter().all(|action| WITHOUT_RESOURCE.contains(&action.as_str())),
+                Some("ec2") => tagged || made_by_us || part_of_a_launch,
+                Some(_) => resource.rsplit([':', '/']).next().unwrap().starts_with(&ours),
+            };
+            assert!(fits, "{actions:?} on {resource}");
+        }
+    }
+}
+
+#[test]
+fn an_instance_writes_only_what_agents_write() {
+    let keys = |action: &str| {
+        let statements = statements("docs/iam/instance.json");
+        let statement = statements.iter().find(|statement| texts(&statement["Action"]) == [action]).unwrap();
+        texts(&statement["Condition"]["ForAllValues:StringEquals"]["dynamodb:LeadingKeys"])
+    };
+    let partition = |entity: &str| format!("TYPE#{entity}");
+    assert_eq!(keys("dynamodb:GetItem"), [partition(entity::INSTANCE)]);
+    assert_eq!(keys("dynamodb:PutItem"), [partition(entity::HEARTBEAT), partition(entity::SIGNAL)]);
+}
+
+#[test]
+fn calls_are_found_however_they_are_written() {
+    let text = "use aws_sdk_sqs::Client; self.client.send_message().queue_url(u); self\n  .client\n  .delete_message_batch()\n; client.clone()";
+    assert_eq!(service(text), Some("sqs"));
+    assert_eq!(calls(text), ["DeleteMessageBatch", "SendMessage"].map(str::to_owned).into());
+    assert_eq!(action("sqs", "DeleteMessageBatch"), "sqs:DeleteMessage");
+    assert_eq!(service("aws_sdk_sqs::Client aws_sdk_ec2::Client"), None);
+}
