@@ -1,7 +1,7 @@
 //! Simulated nodes, for scale and for machines where no real one can run: KWOK plays the kubelet, so pods on them become
 //! Running without running.
 
-use std::{collections::BTreeMap, process::Command};
+use std::{collections::BTreeMap, fs, process::Command, time::Duration};
 
 use anyhow::Result;
 use futures::{StreamExt, TryStreamExt, stream};
@@ -11,10 +11,11 @@ use kube::{
     api::{Patch, PatchParams, PostParams},
 };
 use serde_json::json;
+use tokio::net::TcpStream;
 
 use crate::{
     kube::ControlPlane,
-    process::{Process, tool},
+    process::{Process, free_port, tool},
 };
 
 /// The tool that [`SimulatedNodes::start`] needs, for `isolate::Options`.
@@ -23,19 +24,27 @@ pub const TOOLS: [&str; 1] = ["kwok"];
 /// KWOK plays the nodes with this annotation and leaves real ones alone.
 const ANNOTATION: (&str, &str) = ("kwok.x-k8s.io/node", "fake");
 
+const DEADLINE: Duration = Duration::from_secs(60);
+
 pub struct SimulatedNodes {
     client: Client,
     _kwok: Process,
 }
 
 impl SimulatedNodes {
-    pub fn start(plane: &ControlPlane) -> Result<Self> {
+    pub async fn start(plane: &ControlPlane) -> Result<Self> {
+        let config = plane.dir().join("kwok.yaml");
+        fs::write(&config, include_str!("kwok.yaml"))?;
+        let server = format!("127.0.0.1:{}", free_port()?);
         let mut command = Command::new(tool("kwok")?);
         command
+            .arg(format!("--config={}", config.display()))
             .arg(format!("--kubeconfig={}", plane.kubeconfig().display()))
+            .arg(format!("--server-address={server}"))
             .arg(format!("--manage-nodes-with-annotation-selector={}={}", ANNOTATION.0, ANNOTATION.1))
-            .args(["--node-lease-duration-seconds=40", "--cidr=10.90.0.1/16"]);
-        let kwok = Process::spawn("kwok", command, &plane.dir().join("log"))?;
+            .arg("--node-lease-duration-seconds=40");
+        let mut kwok = Process::spawn("kwok", command, &plane.dir().join("log"))?;
+        kwok.until_ready(DEADLINE, async || TcpStream::connect(&server).await.is_ok()).await?;
         Ok(Self { client: plane.client(), _kwok: kwok })
     }
 

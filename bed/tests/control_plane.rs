@@ -1,15 +1,25 @@
 //! The control plane of a bed serves with authentication and RBAC on.
 
-use std::{path::PathBuf, process::ExitCode, sync::Arc, time::Instant};
+use std::{
+    path::PathBuf,
+    process::ExitCode,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result, bail, ensure};
-use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Service};
-use kube::{Api, Client, Error, api::ListParams};
+use k8s_openapi::api::core::v1::{ConfigMap, Namespace, Pod, Service};
+use kube::{
+    Api, Client, Error,
+    api::{ListParams, PostParams},
+};
 use libtest_mimic::{Arguments, Trial};
 use paddock_bed::{
     isolate::{self, Isolated, Options},
     kube::{ControlPlane, TOOLS, client_from, succeeded},
+    kwok::{self, SimulatedNodes},
 };
+use serde_json::json;
 use tokio::runtime::Runtime;
 
 struct Bed {
@@ -23,7 +33,8 @@ fn main() -> ExitCode {
     if arguments.list {
         return libtest_mimic::run(&arguments, trials(None)).exit_code();
     }
-    let isolated = isolate::enter(Options { tools: &TOOLS, listen: 0 }).expect("a bed of its own");
+    let tools = [&TOOLS[..], &kwok::TOOLS].concat();
+    let isolated = isolate::enter(Options { tools: &tools, listen: 0 }).expect("a bed of its own");
     let runtime = Arc::new(Runtime::new().expect("a runtime"));
     let start = Instant::now();
     let plane = runtime.block_on(ControlPlane::start(&isolated.dir, isolated.address)).expect("a control plane");
@@ -48,6 +59,8 @@ fn trials(bed: Option<(Arc<Bed>, Arc<Runtime>)>) -> Vec<Trial> {
         a_request_without_credentials_is_refused,
         the_service_has_the_address_that_pods_are_told,
         a_forwarded_port_serves_the_api_to_a_user,
+        the_operator_has_the_rights_of_the_chart_and_no_more,
+        pods_run_on_simulated_nodes_as_far_as_their_slots_go,
         an_api_server_that_restarts_has_forgotten_nothing
     )
 }
@@ -129,6 +142,43 @@ async fn a_forwarded_port_serves_the_api_to_a_user(bed: &Bed) -> Result<()> {
     let namespaces: Api<Namespace> = Api::all(client_from(&path).await?);
     namespaces.get("default").await.context("through the forward")?;
     Ok(())
+}
+
+async fn the_operator_has_the_rights_of_the_chart_and_no_more(bed: &Bed) -> Result<()> {
+    let kubeconfig = bed.plane.install_chart_rbac(&[]).await?;
+    let kubeconfig = format!("--kubeconfig={}", kubeconfig.display());
+    for (verb, what, answer) in [("list", "runnerclaims", "yes"), ("list", "secrets", "no"), ("delete", "nodes", "no")]
+    {
+        let output = bed.plane.kubectl(&["auth", "can-i", verb, what, "--all-namespaces", &kubeconfig]).await?;
+        ensure!(String::from_utf8_lossy(&output.stdout).trim() == answer, "{verb} {what}: {output:?}");
+    }
+    Ok(())
+}
+
+async fn pods_run_on_simulated_nodes_as_far_as_their_slots_go(bed: &Bed) -> Result<()> {
+    let nodes = SimulatedNodes::start(&bed.plane).await?;
+    nodes.add("board", 3, &[("board", "test")], &[("example.com/slot", "2")]).await?;
+    let pods: Api<Pod> = Api::default_namespaced(bed.plane.client());
+    for i in 0..7 {
+        let slot = json!({ "limits": { "example.com/slot": "1" } });
+        let spec = json!({
+            "nodeSelector": { "board": "test" },
+            "containers": [{ "name": "main", "image": "none", "resources": slot }],
+        });
+        let pod = serde_json::from_value(json!({ "metadata": { "name": format!("pod-{i}") }, "spec": spec }))?;
+        pods.create(&PostParams::default(), &pod).await?;
+    }
+    let start = Instant::now();
+    loop {
+        let phases = pods.list(&ListParams::default()).await?.items.into_iter();
+        let phases: Vec<_> = phases.filter_map(|pod| pod.status?.phase).collect();
+        let count = |phase| phases.iter().filter(|other| *other == phase).count();
+        if (count("Running"), count("Pending")) == (6, 1) {
+            return Ok(());
+        }
+        ensure!(start.elapsed() < Duration::from_secs(120), "{phases:?}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
 }
 
 async fn an_api_server_that_restarts_has_forgotten_nothing(bed: &Bed) -> Result<()> {
