@@ -1,6 +1,7 @@
 //! The test bed: the real parts that Paddock meets in production, or faithful stand-ins, started and stopped by one
 //! program. The demo, the end-to-end tests and the benchmarks all stand on it.
 
+pub mod bench;
 pub mod demo;
 pub mod image;
 pub mod isolate;

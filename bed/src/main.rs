@@ -4,7 +4,7 @@ use std::{path::PathBuf, process::ExitCode};
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use paddock_bed::{demo, github::runner, image::operator_image};
+use paddock_bed::{bench, demo, github::runner, image::operator_image};
 
 /// The test bed of Paddock.
 #[derive(Parser)]
@@ -18,6 +18,8 @@ struct Arguments {
 enum Command {
     /// Show a claim going Ready, and stay until Ctrl-C; with CI set or without a terminal, end by itself
     Demo,
+    /// Measure a warm claim against the same done by hand
+    Bench,
     /// Build the operator's OCI image, without a container engine
     Image {
         /// The archive to write, for `docker load`, `skopeo copy oci-archive:…` or `ctr images import`
@@ -39,6 +41,7 @@ enum Command {
 
 fn main() -> Result<ExitCode> {
     match Arguments::parse().command {
+        Command::Bench => bench::run()?,
         Command::Demo => demo::run()?,
         Command::Image { out, binary, tag } => operator_image(&tag, &binary)?.write(&out)?,
         Command::Runner { arguments } => return Ok(runner::main(arguments)),

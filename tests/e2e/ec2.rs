@@ -14,8 +14,8 @@ use serde_json::json;
 
 use crate::support::World;
 
-fn phase(claim: &RunnerClaim) -> Option<ClaimPhase> {
-    claim.status.as_ref()?.phase
+pub fn is_ready(claim: &RunnerClaim) -> bool {
+    claim.status.as_ref().and_then(|status| status.phase) == Some(ClaimPhase::Ready)
 }
 
 fn state(worker: &Worker) -> Option<WorkerState> {
@@ -55,9 +55,7 @@ pub async fn claim_from_the_warm_pool_and_back(world: &World) -> Result<()> {
     for run_id in ["7001", "7002"] {
         let claim = format!("build-{run_id}");
         world.stage.kube.apply(&world.stage.claim(&namespace, &claim, "linux", run_id, 1).to_string()).await?;
-        let ready = world
-            .until::<RunnerClaim>(&namespace, &claim, "Ready", |claim| phase(claim) == Some(ClaimPhase::Ready))
-            .await?;
+        let ready = world.until::<RunnerClaim>(&namespace, &claim, "Ready", is_ready).await?;
         let status = ready.status.context("a ready claim has a status")?;
         ensure!(status.progress == "1/1", "progress {}", status.progress);
         ensure!(status.workers[0].name == id, "the machine is reused");
@@ -94,9 +92,7 @@ pub async fn claim_from_an_empty_pool(world: &World) -> Result<()> {
     let namespace = world.namespace().await?;
     world.stage.kube.apply(&world.stage.ec2_pool(&namespace, "linux", json!({})).to_string()).await?;
     world.stage.kube.apply(&world.stage.claim(&namespace, "build", "linux", "7100", 2).to_string()).await?;
-    let ready = world
-        .until::<RunnerClaim>(&namespace, "build", "Ready", |claim| phase(claim) == Some(ClaimPhase::Ready))
-        .await?;
+    let ready = world.until::<RunnerClaim>(&namespace, "build", "Ready", is_ready).await?;
     let status = ready.status.context("a ready claim has a status")?;
     ensure!(status.progress == "2/2" && status.workers.len() == 2, "{status:?}");
     ensure!(status.workers.iter().all(|worker| worker.source == WorkerSource::Created), "{status:?}");
@@ -110,7 +106,7 @@ pub async fn claim_from_an_empty_pool(world: &World) -> Result<()> {
 }
 
 /// Deleting a pool ends its machines: nothing is left at AWS.
-async fn clean_up(world: &World, namespace: &str, pool: &str) -> Result<()> {
+pub async fn clean_up(world: &World, namespace: &str, pool: &str) -> Result<()> {
     world.api::<RunnerPool>(namespace).delete(pool, &DeleteParams::default()).await?;
     world.until_gone::<RunnerPool>(namespace, pool).await?;
     let key = format!("{namespace}/{pool}");

@@ -4,6 +4,7 @@
 //! test has a Kubernetes namespace for itself.
 
 mod ec2;
+mod operator;
 mod support;
 
 use std::{process::ExitCode, sync::Arc};
@@ -14,7 +15,7 @@ use paddock_bed::{
     isolate::{self, Options},
     stage::{Stage, TOOLS},
 };
-use support::World;
+use support::{Test, World};
 
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
@@ -49,15 +50,26 @@ fn start() -> Result<Arc<World>> {
 
 /// Every test by its name; without a world they can only be listed.
 fn trials(world: Option<Arc<World>>) -> Vec<Trial> {
-    let test = |name: &str, test: support::Test| {
+    let trial = |name: &str, test: Test, play: fn(Arc<World>, Test) -> Result<()>| {
         let world = world.clone();
         Trial::test(name, move || match world {
-            Some(world) => world.play(test).map_err(|error| format!("{error:?}").into()),
+            Some(world) => play(world, test).map_err(|error| format!("{error:#}").into()),
             None => Err("tests are only listed".into()),
         })
     };
+    let beside = |name, test| trial(name, test, World::play);
+    let alone = |name, test| trial(name, test, World::play_alone);
     vec![
-        test("ec2_claim_from_the_warm_pool_and_back", |world| Box::pin(ec2::claim_from_the_warm_pool_and_back(world))),
-        test("ec2_claim_from_an_empty_pool", |world| Box::pin(ec2::claim_from_an_empty_pool(world))),
+        beside("ec2_claim_from_the_warm_pool_and_back", |world| {
+            Box::pin(ec2::claim_from_the_warm_pool_and_back(world))
+        }),
+        beside("ec2_claim_from_an_empty_pool", |world| Box::pin(ec2::claim_from_an_empty_pool(world))),
+        beside("dashboards_show_what_goes_on", |world| Box::pin(operator::dashboards_show_what_goes_on(world))),
+        alone("i5_killed_in_the_middle_of_a_claim", |world| Box::pin(operator::killed_in_the_middle_of_a_claim(world))),
+        alone("a_paused_leader_is_replaced_and_ends", |world| {
+            Box::pin(operator::a_paused_leader_is_replaced_and_ends(world))
+        }),
+        alone("a_missing_right_is_missed", |world| Box::pin(operator::a_missing_right_is_missed(world))),
+        alone("the_api_server_restarts", |world| Box::pin(operator::the_api_server_restarts(world))),
     ]
 }

@@ -5,7 +5,7 @@ use std::{
     future::Future,
     pin::Pin,
     sync::{
-        Arc,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicU32, Ordering},
     },
     time::{Duration, Instant},
@@ -14,17 +14,19 @@ use std::{
 use anyhow::{Context, Result, bail};
 use kube::{Api, Resource, core::NamespaceResourceScope};
 use paddock_bed::stage::{Operator, Stage};
-use serde::de::DeserializeOwned;
-use tokio::runtime::Runtime;
+use serde::{Serialize, de::DeserializeOwned};
+use tokio::{runtime::Runtime, sync::RwLock};
 
 /// Longer than anything takes on a slow machine; a test that waits this long has failed.
 const DEADLINE: Duration = Duration::from_secs(120);
 
-pub type Test = fn(&World) -> Pin<Box<dyn Future<Output = Result<()>> + '_>>;
+pub type Test = for<'a> fn(&'a World) -> Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 
 pub struct World {
     pub stage: Stage,
-    operator: Operator,
+    operator: Mutex<Option<Operator>>,
+    /// Tests that do something to the operator or the API server hold it alone.
+    quiet: RwLock<()>,
     namespaces: AtomicU32,
     // Last, so that what was started on it is dropped first.
     runtime: Runtime,
@@ -32,19 +34,51 @@ pub struct World {
 
 impl World {
     pub fn new(runtime: Runtime, stage: Stage, operator: Operator) -> Self {
-        Self { stage, operator, namespaces: AtomicU32::new(0), runtime }
+        let operator = Mutex::new(Some(operator));
+        Self { stage, operator, quiet: RwLock::default(), namespaces: AtomicU32::new(0), runtime }
     }
 
+    /// Runs a test beside others.
     pub fn play(self: Arc<Self>, test: Test) -> Result<()> {
-        self.runtime.block_on(test(&self))
+        self.runtime.block_on(async {
+            let _quiet = self.quiet.read().await;
+            test(&self).await
+        })
     }
 
-    pub fn operator(&self) -> &Operator {
-        &self.operator
+    /// Runs a test while no other runs.
+    pub fn play_alone(self: Arc<Self>, test: Test) -> Result<()> {
+        self.runtime.block_on(async {
+            let _quiet = self.quiet.write().await;
+            test(&self).await
+        })
+    }
+
+    /// The operator that serves everyone; `None` where a test has ended it.
+    pub fn operator(&self) -> MutexGuard<'_, Option<Operator>> {
+        self.operator.lock().expect("no test panics while it holds the operator")
+    }
+
+    /// Ends the operator with `kill -9`.
+    pub fn kill_operator(&self) -> Result<()> {
+        let operator = self.operator().take().context("an operator runs")?;
+        operator.kill()
+    }
+
+    pub async fn start_operator(&self) -> Result<()> {
+        let operator = self.stage.operator("operator", &[]).await?;
+        *self.operator() = Some(operator);
+        Ok(())
+    }
+
+    /// Starts an operator that ended by itself again, as a kubelet would.
+    async fn keep_operator_alive(&self) -> Result<()> {
+        let ended = self.operator().as_mut().is_some_and(Operator::exited);
+        if ended { self.start_operator().await } else { Ok(()) }
     }
 
     pub fn operator_log(&self) -> String {
-        self.operator.log()
+        self.operator().as_ref().map(Operator::log).unwrap_or_default()
     }
 
     /// A new namespace with GitHub credentials.
@@ -64,19 +98,18 @@ impl World {
     /// Waits until an object is as `wanted`; the error shows what it was last.
     pub async fn until<K>(&self, namespace: &str, name: &str, what: &str, wanted: impl Fn(&K) -> bool) -> Result<K>
     where
-        K: Resource<DynamicType = (), Scope = NamespaceResourceScope>
-            + Clone
-            + Debug
-            + DeserializeOwned
-            + serde::Serialize,
+        K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + Debug + DeserializeOwned + Serialize,
     {
         let api = self.api::<K>(namespace);
         let mut last = None;
         let start = Instant::now();
         while start.elapsed() < DEADLINE {
-            match api.get_opt(name).await.with_context(|| format!("reading {name}"))? {
-                Some(object) if wanted(&object) => return Ok(object),
-                other => last = other,
+            self.keep_operator_alive().await?;
+            // An API server that is being restarted answers again in a moment.
+            match api.get_opt(name).await {
+                Ok(Some(object)) if wanted(&object) => return Ok(object),
+                Ok(other) => last = other,
+                Err(error) => eprintln!("reading {name}: {error}"),
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
@@ -89,6 +122,7 @@ impl World {
     pub async fn until_true(&self, what: &str, mut wanted: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
         let start = Instant::now();
         while start.elapsed() < DEADLINE {
+            self.keep_operator_alive().await?;
             if wanted().await? {
                 return Ok(());
             }

@@ -1,0 +1,85 @@
+//! Giving back what a claim holds.
+
+use anyhow::{Result, bail};
+use jiff::Timestamp;
+use kube::runtime::{controller::Action, events::EventType};
+use paddock_record::{Instance, State};
+use secrecy::ExposeSecret;
+
+use super::{LOOK_AGAIN, TokenKind, Work};
+use crate::api::{ClaimPhase, ClaimReason, FailureReason};
+
+impl Work {
+    /// A claim that is over holds nothing.
+    pub(super) async fn settle_over(mut self) -> Result<Action> {
+        if let Some(waiting) = self.give_all_back().await? {
+            return Ok(waiting);
+        }
+        self.list_workers(&[]);
+        self.write().await?;
+        Ok(Action::await_change())
+    }
+
+    pub(super) async fn release(mut self) -> Result<Action> {
+        self.enter(ClaimPhase::Releasing, ClaimReason::Releasing, "giving the machines back to the pool".into());
+        match self.give_all_back().await? {
+            None => Ok(Action::await_change()),
+            // An error keeps the finalizer; the condition says what is waited for.
+            Some(_) => bail!("claim {} still holds machines", self.name),
+        }
+    }
+
+    pub(super) async fn fail(&mut self, reason: ClaimReason, message: String) -> Result<Action> {
+        self.event(EventType::Warning, "Failed", message.clone()).await;
+        if let Some(waiting) = self.give_all_back().await? {
+            return Ok(waiting);
+        }
+        self.list_workers(&[]);
+        self.status.set_progress(0, self.claim.spec.count);
+        self.enter(ClaimPhase::Failed, reason, message);
+        self.write().await?;
+        Ok(Action::await_change())
+    }
+
+    /// Returns machines of the pool to it, and ends those that never served; an answer means that it has to wait.
+    async fn give_all_back(&mut self) -> Result<Option<Action>> {
+        let held = self.held();
+        if held.is_empty() {
+            return Ok(None);
+        }
+        let Some(ec2) = self.pool.as_ref().and_then(|pool| pool.spec.ec2.clone()) else { return Ok(None) };
+        let token = match self.token(&ec2, TokenKind::Removal).await {
+            Ok(token) => token,
+            Err(error) => return self.wait_for_github(error).await.map(Some),
+        };
+        let now = Timestamp::now();
+        for tracked in &held {
+            let record = &tracked.record;
+            let key = tracked.vitals.heartbeat.as_ref().and_then(|beat| beat.public_key.as_ref());
+            match (record.state, key) {
+                (State::Running | State::Claimed, Some(key)) => {
+                    let next = Instance {
+                        state: State::Idle,
+                        run_id: String::new(),
+                        claim: String::new(),
+                        leaving: record.run_id.clone(),
+                        threshold: Some(ec2.lifetimes.idle.after(now)),
+                        updated_at: now,
+                        sealed: key.seal(token.expose_secret()),
+                        ..record.clone()
+                    };
+                    self.context.ledger.advance(record, &next, now).await?;
+                }
+                (State::Idle | State::Terminated, _) => {}
+                (State::Created | State::Running | State::Claimed, _) => {
+                    let why = "the claim ended before the machine served";
+                    self.context.end_instance(&record.instance_id, FailureReason::CreationAborted, why).await?;
+                }
+            }
+        }
+        match self.held().is_empty() {
+            true => Ok(None),
+            false => Ok(Some(Action::requeue(LOOK_AGAIN))),
+        }
+    }
+}
