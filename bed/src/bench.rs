@@ -33,7 +33,7 @@ pub fn run() -> Result<()> {
     let isolated = isolate::enter(Options { tools: TOOLS, listen: 0 })?;
     tokio::runtime::Runtime::new()?.block_on(async {
         eprintln!("starting the bed …");
-        let stage = Stage::start(&isolated).await?;
+        let stage = Stage::start(&isolated, false).await?;
         let operator = stage.operator("operator", &[]).await?;
         stage.namespace(NAMESPACE).await?;
         let pool = stage.ec2_pool(

@@ -44,7 +44,7 @@ pub fn run() -> Result<()> {
 
 async fn play(isolated: Isolated, stay: bool) -> Result<()> {
     say("Paddock demo: a cluster, AWS and GitHub of its own, on this machine alone.\n");
-    let stage = step("Kubernetes, DynamoDB, SQS, EC2 and GitHub", Stage::start(&isolated)).await?;
+    let stage = step("Kubernetes, DynamoDB, SQS, EC2 and GitHub", Stage::start(&isolated, false)).await?;
     let operator = step("the operator, with the rights the chart gives it", stage.operator("operator", &[])).await?;
     step("a pool that keeps one EC2 machine warm", warm_pool(&stage)).await?;
     show(&stage, "rpools,workers").await?;

@@ -55,7 +55,9 @@ pub struct Stage {
 }
 
 impl Stage {
-    pub async fn start(isolated: &Isolated) -> Result<Self> {
+    /// Starts all parts. With `validate` GitHub's simulator holds everything it is asked and answers against GitHub's
+    /// own schemas, which the tool `github-schemas` brings.
+    pub async fn start(isolated: &Isolated, validate: bool) -> Result<Self> {
         let dir = isolated.dir.clone();
         let kube = async {
             let kube = ControlPlane::start(&dir, isolated.address).await?;
@@ -64,7 +66,7 @@ impl Stage {
         };
         let github = GitHub::start(github::Options {
             listen: (isolated.address, 0).into(),
-            validate: false,
+            validate,
             ..github::Options::default()
         });
         let aws_dir = dir.join("aws");

@@ -28,7 +28,11 @@ fn main() -> ExitCode {
             if conclusion.has_failed() {
                 eprintln!("--- the operator's log ---\n{}", world.operator_log());
             }
-            conclusion.exit_code()
+            let violations = world.violations();
+            for violation in &violations {
+                eprintln!("not as GitHub has it: {violation}");
+            }
+            if violations.is_empty() { conclusion.exit_code() } else { ExitCode::FAILURE }
         }
         Err(error) => {
             eprintln!("the stage could not be set: {error:#}");
@@ -38,10 +42,10 @@ fn main() -> ExitCode {
 }
 
 fn start() -> Result<Arc<World>> {
-    let isolated = isolate::enter(Options { tools: TOOLS, listen: 0 })?;
+    let isolated = isolate::enter(Options { tools: &[TOOLS, &["github-schemas"]].concat(), listen: 0 })?;
     let runtime = tokio::runtime::Runtime::new()?;
     let (stage, operator) = runtime.block_on(async {
-        let stage = Stage::start(&isolated).await?;
+        let stage = Stage::start(&isolated, true).await?;
         let operator = stage.operator("operator", &[]).await?;
         anyhow::Ok((stage, operator))
     })?;

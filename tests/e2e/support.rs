@@ -81,6 +81,11 @@ impl World {
         self.operator().as_ref().map(Operator::log).unwrap_or_default()
     }
 
+    /// What passed through GitHub's simulator and is not as GitHub's own schemas have it.
+    pub fn violations(&self) -> Vec<String> {
+        self.runtime.block_on(self.stage.github.violations())
+    }
+
     /// A new namespace with GitHub credentials.
     pub async fn namespace(&self) -> Result<String> {
         let name = format!("test-{}", self.namespaces.fetch_add(1, Ordering::Relaxed));
