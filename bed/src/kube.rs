@@ -82,21 +82,21 @@ impl ControlPlane {
         let mut plane =
             Self { dir, address, url, pki, client, etcd_port, port, apiserver: Mutex::new(None), _others: vec![etcd] };
         plane.start_apiserver().await?;
-        plane._others.push(plane.spawn("kube-controller-manager", |command| {
+        let mut manager = plane.spawn("kube-controller-manager", |command| {
             command
                 .args(["--leader-elect=false", "--secure-port=0", "--use-service-account-credentials=true"])
                 .arg(flag("--root-ca-file", plane.pki.authority_file()))
                 .arg(flag("--service-account-private-key-file", plane.pki.service_account_key()))
                 .arg(flag("--kubeconfig", config_path(&plane.dir, "system:kube-controller-manager")));
-        })?);
+        })?;
         plane._others.push(plane.spawn("kube-scheduler", |command| {
             command
                 .args(["--leader-elect=false", "--secure-port=0"])
                 .arg(flag("--kubeconfig", config_path(&plane.dir, "system:kube-scheduler")));
         })?);
         let accounts: Api<ServiceAccount> = Api::default_namespaced(plane.client());
-        let manager = plane._others.last_mut().context("the scheduler was just started")?;
         manager.until_ready(DEADLINE, async || accounts.get("default").await.is_ok()).await?;
+        plane._others.push(manager);
         Ok(plane)
     }
 
