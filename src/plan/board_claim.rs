@@ -52,7 +52,7 @@ pub fn status(claim: &RunnerClaim, standing: Standing<'_>, now: Timestamp) -> Ru
     let ready = number(was_up).min(count);
 
     status.pool = status.pool.or_else(|| pool.map(str::to_owned));
-    status.workers = workers.iter().map(|worker| as_seen(worker)).collect();
+    status.workers = workers.iter().map(as_seen).collect();
     status.workers.sort_by(|a, b| a.name.cmp(&b.name));
     status.retry_at = wait.and_then(|wait| wait.retry_at).map(Time);
     status.observed_generation = claim.metadata.generation;

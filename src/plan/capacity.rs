@@ -208,7 +208,7 @@ mod tests {
                 json!({"metadata": {"name": "down"}, "status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}),
             ),
         ];
-        assert_eq!(count(&[pool.clone()], nodes.clone(), vec![], vec![]).total(&key("p")), 4);
+        assert_eq!(count(std::slice::from_ref(&pool), nodes.clone(), vec![], vec![]).total(&key("p")), 4);
         let soft = with(&with(&good, json!({"metadata": {"name": "soft"}})), taint("PreferNoSchedule"));
         let nodes = nodes.into_iter().chain([soft]).collect();
         assert_eq!(count(&[pool], nodes, vec![], vec![]).total(&key("p")), 8);

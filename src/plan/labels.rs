@@ -58,9 +58,9 @@ pub fn select<'a>(
 /// How specifically a pool serves the labels; the later, the nearer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Nearness {
-    ForAll,
-    ForOwner,
-    ForRepository,
+    All,
+    Owner,
+    Repository,
 }
 
 fn nearness(pool: &BoardPool, labels: &LabelSet, owner: Option<&str>, repository: Option<&str>) -> Option<Nearness> {
@@ -69,11 +69,11 @@ fn nearness(pool: &BoardPool, labels: &LabelSet, owner: Option<&str>, repository
     let own =
         pool.overrides.iter().filter(|over| same(&over.owner, owner) && serves(&over.labels)).filter_map(|over| {
             match over.repository.as_deref() {
-                None => Some(Nearness::ForOwner),
-                Some(name) => same(name, repository).then_some(Nearness::ForRepository),
+                None => Some(Nearness::Owner),
+                Some(name) => same(name, repository).then_some(Nearness::Repository),
             }
         });
-    own.chain(serves(&pool.labels).then_some(Nearness::ForAll)).max()
+    own.chain(serves(&pool.labels).then_some(Nearness::All)).max()
 }
 
 /// The labels of the claim's runners: its own, or the pool's first set where it names the pool alone.

@@ -234,7 +234,7 @@ impl Life<'_> {
     async fn mirror(&self, observed: Observed, pod: Option<&Pod>) -> Result<Action> {
         let Some(pod) = pod else { return Ok(Action::await_change()) };
         let mut status = self.status();
-        if status.pod.is_none() {
+        if status.pod.is_none() && self.secrets().get_opt(&self.name).await?.is_some_and(|s| adopted_by(&s).is_none()) {
             self.adopt(pod).await?;
         }
         status.set_pod(PodPlace { name: self.name.clone(), node: observed.node });
@@ -302,7 +302,7 @@ impl Life<'_> {
         self.say(&mut status, false, ClaimReason::WorkerLost, &message);
         status.failure = Some(failure);
         if self.write(&status).await? == Written::Yes {
-            tracing::warn!(worker = self.name, reason, message, "a worker failed");
+            tracing::warn!(worker = self.name, reason, why = message, "a worker failed");
             self.board.context.event(self.worker, EventType::Warning, "Fail", reason, message).await;
         }
         Ok(Action::requeue(LOOK_AGAIN))

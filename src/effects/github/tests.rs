@@ -1,4 +1,4 @@
-//! The adapter against the simulator, which holds every exchange against GitHub's published API.
+//! The adapter against the simulator. The end-to-end tests hold its requests against GitHub's published API.
 
 use std::time::{Duration, Instant};
 
