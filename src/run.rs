@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use kube::{Client, Config, client::ClientBuilder};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     controllers::{self, Context},
     effects::fence::Fence,
-    leader::{Election, Lost},
+    leader::Election,
     metrics::Metrics,
     settings::Settings,
     stores::Stores,
@@ -19,6 +19,9 @@ use crate::{
 
 /// How long running reconciliations may go on after a signal; Kubernetes kills a pod after 30 s.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(20);
+
+/// How long open connections may go on after that.
+const SERVER_GRACE: Duration = Duration::from_secs(2);
 
 pub fn run(settings: Settings) -> Result<()> {
     rustls::crypto::aws_lc_rs::default_provider()
@@ -56,29 +59,33 @@ async fn operate(settings: Settings) -> Result<()> {
     let election =
         Election { client, namespace, identity: identity(), duration: settings.lease_duration, fence: fence.clone() };
     let context = Arc::new(Context::new(settings, fenced, &fence, stores, metrics.clone()).await);
-    let mut work = None;
+    let (begin, begun) = tokio::sync::oneshot::channel();
     let elected = || {
         metrics.leading.set(1.0);
-        work = Some(tokio::spawn(controllers::run(context, stop.clone())));
+        let _ = begin.send(tokio::spawn(controllers::run(context, stop.clone())));
     };
-    let outcome = election.run(elected, stop.clone()).await;
-    metrics.leading.set(0.0);
-    match (outcome, work) {
-        // Whatever still runs is behind the fence; the process ends and starts over as a follower.
-        (Err(Lost), _) => bail!(Lost),
-        (Ok(()), work) => {
-            let finish = async {
-                if let Some(work) = work {
-                    let _ = work.await;
-                }
-                let _ = server.await;
-            };
-            if tokio::time::timeout(SHUTDOWN_GRACE, finish).await.is_err() {
-                tracing::warn!("some work did not end in time; the next leader finishes it");
-            }
-            Ok(())
+    // The lease is held until the work has ended: nothing of it is refused by our own fence.
+    let retire = CancellationToken::new();
+    let finish = async {
+        stop.cancelled().await;
+        let mut begun = begun;
+        if let Ok(work) = begun.try_recv()
+            && tokio::time::timeout(SHUTDOWN_GRACE, work).await.is_err()
+        {
+            tracing::warn!("some work did not end in time; the next leader finishes it");
         }
-    }
+        retire.cancel();
+        std::future::pending().await
+    };
+    let outcome = tokio::select! {
+        outcome = election.run(elected, retire.clone()) => outcome,
+        () = finish => Ok(()),
+    };
+    metrics.leading.set(0.0);
+    // Whatever still runs is behind the fence; the process ends and starts over as a follower.
+    outcome?;
+    let _ = tokio::time::timeout(SERVER_GRACE, server).await;
+    Ok(())
 }
 
 /// Unique among replicas and restarts; the pod's name first, so that the Lease tells a person who leads.

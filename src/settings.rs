@@ -35,7 +35,7 @@ pub struct Settings {
     #[arg(long, env = "PADDOCK_WEBHOOK_SECRET_FILE", value_name = "PATH")]
     pub webhook_secret_file: Option<PathBuf>,
 
-    /// File with the cap on runners per organisation or repository: `default: 20` and `entities: {ID: CAP}`.
+    /// File with the cap on runners per organisation or repository: `default: 20` and `overrides: {ID: CAP}`.
     #[arg(long, env = "PADDOCK_ENTITY_LIMITS_FILE", value_name = "PATH")]
     pub entity_limits_file: Option<PathBuf>,
 

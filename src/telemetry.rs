@@ -4,8 +4,8 @@ use tracing_subscriber::{EnvFilter, fmt, prelude::*};
 
 use crate::settings::LogFormat;
 
-/// What is logged when `RUST_LOG` says nothing.
-const DEFAULT_FILTER: &str = "info,kube_runtime=warn,kube_client=warn,aws_config=warn";
+/// What is logged when `RUST_LOG` says nothing. Clients that log a failure and return it too would tell it twice.
+const DEFAULT_FILTER: &str = "info,kube_runtime=warn,kube_client=off,octocrab=off,aws_config=warn";
 
 pub fn start(format: LogFormat) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| DEFAULT_FILTER.into());

@@ -159,6 +159,7 @@ impl Agent {
             serving: memory.serving.as_ref().map(|serving| serving.run_id.as_str()),
             runner,
             said: memory.said.as_ref().map(|said| (said.signal, said.run_id.as_str())),
+            said_at: memory.said.as_ref().map_or(Timestamp::MIN, |said| said.at),
             reclaimed: *self.reclaimed.borrow(),
             failures: self.attempts.failures,
             retry_at: self.attempts.retry_at,
@@ -313,7 +314,7 @@ impl Agent {
 
     fn say(&mut self, signal: Signal, run_id: String) -> Result<()> {
         tracing::info!(%signal, run_id, "telling the operator");
-        self.memory.said = Some(Said { signal, run_id });
+        self.memory.said = Some(Said { signal, run_id, at: Timestamp::now() });
         self.unsent = true;
         self.files.remember(&self.memory)
     }

@@ -47,6 +47,7 @@ pub struct Serving {
 pub struct Said {
     pub signal: Signal,
     pub run_id: String,
+    pub at: Timestamp,
 }
 
 impl Files {

@@ -52,6 +52,7 @@ pub struct Facts<'a> {
     pub runner: Runner,
     /// What the operator was last told.
     pub said: Option<(Signal, &'a str)>,
+    pub said_at: Timestamp,
     /// EC2 has announced that it takes the spot instance back.
     pub reclaimed: bool,
     /// Failures in a row of what is being attempted, and when it may be tried again.
@@ -143,7 +144,9 @@ fn serve<'a>(facts: &Facts<'a>, record: &'a Instance, now: Timestamp) -> Action<
     let wanted = Some(record.run_id.as_str()).filter(|run| !run.is_empty());
     match (facts.serving, wanted) {
         (None, None) if record.leaving.is_empty() => Action::Wait,
-        // Nothing of it is here: perhaps it was given up before it was registered.
+        // Nothing of it is here: perhaps it was given up before it was registered. A run that is started again keeps its
+        // id, so what was said before this release says nothing of it.
+        (None, None) if facts.said_at < record.updated_at => Action::Say(Signal::Deregistered, &record.leaving),
         (None, None) => facts.say(Signal::Deregistered, &record.leaving, Action::Wait),
         (None, Some(run)) => take_up(facts, record, run, now),
         (Some(own), Some(run)) if own == run => keep(facts, record, own, now),
@@ -235,6 +238,7 @@ mod tests {
             serving: None,
             runner: Runner::Absent,
             said: None,
+            said_at: Timestamp::MIN,
             reclaimed: false,
             failures: 0,
             retry_at: now(),

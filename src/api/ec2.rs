@@ -21,7 +21,7 @@ pub struct Ec2Pool {
     #[schemars(length(max = 21), regex(pattern = pattern::AMI))]
     pub ami_id: String,
 
-    /// The instance profile, by name or ARN, that lets the agent reach the table, its own tags and its termination.
+    /// The instance profile, by name or ARN, that lets the agent reach the cluster's table.
     #[schemars(length(min = 1, max = 512), regex(pattern = pattern::INSTANCE_PROFILE))]
     pub instance_profile: String,
 

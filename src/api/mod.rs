@@ -55,7 +55,7 @@ pub const LABEL_ENTITY: &str = "paddock.dev/entity";
 pub const TAG_CLUSTER: &str = "paddock:cluster";
 pub const TAG_POOL: &str = "paddock:pool";
 pub const TAG_CLAIM: &str = "paddock:claim";
-/// The run that an instance was created for; its agent reads it before there is a record.
+/// The run that an instance was created for; empty when it was created to be kept warm.
 pub const TAG_INITIAL_RUN_ID: &str = "InitialRunId";
 
 /// The label of nodes and pods that names the board.

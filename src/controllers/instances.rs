@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use paddock_record::{Instance, State};
 
-use super::Context;
+use super::{Context, reference};
 use crate::{
     api::{Ec2Pool, FailureReason},
     effects::{aws::AwsError, machines::Launched, records::Outcome},
@@ -47,6 +47,22 @@ impl Context {
         }
     }
 
+    /// Ends instances whose pool is gone for good, as after somebody removed its finalizer by hand, and forgets them.
+    pub async fn end_strays(&self) -> Result<(), AwsError> {
+        let watched = |namespace: &str| self.settings.namespace.as_deref().is_none_or(|only| only == namespace);
+        for tracked in self.ledger.all() {
+            let (id, pool) = (&tracked.record.instance_id, &tracked.record.pool);
+            let Some((namespace, name)) = pool.split_once('/').filter(|(namespace, _)| watched(namespace)) else {
+                continue;
+            };
+            if self.stores.pools.store.get(&reference(namespace, name)).is_none() {
+                self.end_instance(id, FailureReason::InstanceGone, &format!("there is no pool {pool}")).await?;
+                self.ledger.forget(id).await?;
+            }
+        }
+        Ok(())
+    }
+
     /// Ends an instance in two phases: the record first, so that nobody claims it any more, then the machine, then
     /// what its agent wrote. A crash in between is finished by the sweep, which ends machines of ended records.
     pub async fn end_instance(&self, id: &str, reason: FailureReason, why: &str) -> Result<(), AwsError> {
@@ -57,7 +73,6 @@ impl Context {
             let next = Instance {
                 state: State::Terminated,
                 run_id: String::new(),
-                claim: String::new(),
                 threshold: None,
                 updated_at: now,
                 sealed: String::new(),

@@ -101,9 +101,13 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
                 () = tokio::time::sleep(RELOAD) => {}
             }
             if context.ledger.is_loaded()
-                && let Err(error) = context.ledger.reload().await
+                && let Err(error) = async {
+                    context.ledger.reload().await?;
+                    context.end_strays().await
+                }
+                .await
             {
-                tracing::warn!(%error, "the records could not be read");
+                tracing::warn!(%error, "the records could not be gone through");
             }
         }
     };

@@ -1,6 +1,6 @@
 //! EC2 pools: what they need at AWS, their machines' upkeep, and what they show.
 
-use std::{sync::Arc, time::Duration};
+use std::{cmp::Reverse, collections::HashSet, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result};
 use base64::{Engine, prelude::BASE64_STANDARD};
@@ -153,11 +153,14 @@ async fn keep_up(
 ) -> Result<(), Trouble> {
     let now = Timestamp::now();
     let mut ends = 0;
-    for tracked in context.ledger.of_pool(key) {
-        match upkeep(&tracked, ec2, now) {
+    let instances = context.ledger.of_pool(key);
+    let warm = kept_warm(&instances, ec2.min_idle);
+    for tracked in &instances {
+        match upkeep(tracked, ec2, warm.contains(tracked.record.instance_id.as_str()), now) {
             Upkeep::Leave => {}
-            Upkeep::Warm => pool_warm(context, &tracked, ec2, new).await.map_err(at_aws)?,
-            Upkeep::Offer => offer(context, &tracked, new).await.map_err(at_aws)?,
+            Upkeep::Warm => pool_warm(context, tracked, ec2, new).await.map_err(at_aws)?,
+            Upkeep::Offer => offer(context, tracked, new).await.map_err(at_aws)?,
+            Upkeep::Renew => renew(context, tracked, ec2, new).await.map_err(at_aws)?,
             Upkeep::End(..) if ends >= MAX_ENDS => {}
             Upkeep::End(reason, why) => {
                 ends += 1;
@@ -177,6 +180,24 @@ async fn keep_up(
         restore_offers(context, key, new).await.map_err(at_aws)?;
     }
     keep_warm(context, pool, ec2, key, new).await
+}
+
+/// The idle machines that `minIdle` speaks of: those that have the longest to live anyway.
+fn kept_warm(instances: &[Tracked], min_idle: u32) -> HashSet<&str> {
+    let mut idle: Vec<_> = instances.iter().filter(|tracked| tracked.record.state == State::Idle).collect();
+    idle.sort_by_key(|tracked| Reverse(tracked.record.threshold));
+    idle.into_iter().take(min_idle as usize).map(|tracked| tracked.record.instance_id.as_str()).collect()
+}
+
+/// Its offer carries the old threshold, so a new one goes out; whichever is found first is as good.
+async fn renew(context: &Context, tracked: &Tracked, ec2: &Ec2Pool, new: &RunnerPoolStatus) -> Result<(), AwsError> {
+    let now = Timestamp::now();
+    let threshold = Some(ec2.lifetimes.idle.after(now));
+    let next = Instance { threshold, updated_at: now, ..tracked.record.clone() };
+    match context.ledger.advance(&tracked.record, &next, now).await? {
+        Outcome::Won(record) => send_offer(context, &Tracked { record, vitals: tracked.vitals.clone() }, new).await,
+        Outcome::Lost(_) => Ok(()),
+    }
 }
 
 /// A warm machine goes created → running → idle, for a run of nobody's, and is offered.
@@ -242,13 +263,10 @@ async fn restore_offers(context: &Context, key: &str, new: &RunnerPoolStatus) ->
 /// Instances that carry our tag and have no live record are nobody's: they end. Records whose instance is gone end too.
 async fn sweep(context: &Context, key: &str) -> Result<(), AwsError> {
     let now = Timestamp::now();
-    let described = context.machines.tagged(TAG_POOL, key).await?;
-    let cluster = |d: &crate::effects::machines::Described| {
-        d.tags.iter().any(|(name, value)| name == TAG_CLUSTER && *value == context.settings.cluster_name)
-    };
+    let described = context.machines.of_pool(&context.settings.cluster_name, key).await?;
     let orphans: Vec<_> = described
         .iter()
-        .filter(|d| !d.gone && cluster(d))
+        .filter(|d| !d.gone)
         .filter(|d| match context.ledger.get(&d.id) {
             Some(tracked) => tracked.record.state == State::Terminated,
             None => d.launched_at.is_none_or(|launched| now.duration_since(launched) > ORPHAN_AGE),
@@ -350,10 +368,10 @@ async fn remove(context: &Context, pool: &RunnerPool) -> Result<Action> {
         }
         context.ledger.forget(&tracked.record.instance_id).await?;
     }
-    let described = context.machines.tagged(TAG_POOL, &key).await?;
+    let cluster = &context.settings.cluster_name;
+    let described = context.machines.of_pool(cluster, &key).await?;
     let left: Vec<_> = described.into_iter().filter(|d| !d.gone).map(|d| d.id).collect();
     context.machines.terminate(&left).await?;
-    let cluster = &context.settings.cluster_name;
     for queue in pool.status.iter().flat_map(|status| &status.queues) {
         context.queues.remove(&queue.url).await?;
     }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use futures::{Stream, stream};
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use paddock_record::{Instance, State};
 use tokio::sync::{Notify, OnceCell, broadcast};
 use tokio_util::sync::CancellationToken;
@@ -26,6 +26,10 @@ use crate::plan::instance::{Tracked, Vitals};
 const POLL: Duration = Duration::from_millis(100);
 /// After a failed read: the store is in trouble, more reads do not help it.
 const BACKOFF: Duration = Duration::from_secs(2);
+
+/// How long an agent without a record must have been silent before what it wrote is removed: longer than a machine takes
+/// to get its record, or to go down.
+const LEFTOVER_AGE: SignedDuration = SignedDuration::from_mins(10);
 
 pub struct Ledger {
     pub records: Records,
@@ -56,6 +60,10 @@ impl Ledger {
 
     pub fn get(&self, id: &str) -> Option<Tracked> {
         self.known().get(id).cloned()
+    }
+
+    pub fn all(&self) -> Vec<Tracked> {
+        self.select(|_| true)
     }
 
     pub fn of_pool(&self, pool: &str) -> Vec<Tracked> {
@@ -102,7 +110,7 @@ impl Ledger {
         self.loaded.initialized()
     }
 
-    /// Reads everything anew.
+    /// Reads everything anew, and removes what agents of ended instances left behind.
     pub async fn reload(&self) -> Result<(), AwsError> {
         let (instances, mut vitals) = tokio::try_join!(self.records.instances(), self.records.all_vitals())?;
         let mut changed = Vec::new();
@@ -124,12 +132,26 @@ impl Ledger {
             changed.extend(gone);
             *known = fresh;
         }
+        self.clear_leftovers(vitals).await?;
         changed.sort_by(|a, b| (&a.pool, &a.claim).cmp(&(&b.pool, &b.claim)));
         changed.dedup();
         for change in changed {
             let _ = self.changes.send(change);
         }
         self.waiting.notify_one();
+        Ok(())
+    }
+
+    /// An agent may write until its machine is off. Whose record is gone and who has been silent for long is.
+    async fn clear_leftovers(&self, vitals: HashMap<String, Vitals>) -> Result<(), AwsError> {
+        let silent_since = Timestamp::now() - LEFTOVER_AGE;
+        for (id, vitals) in vitals {
+            let beat = vitals.heartbeat.map(|beat| beat.updated_at);
+            let last = beat.max(vitals.signal.map(|signal| signal.updated_at));
+            if last.is_none_or(|last| last < silent_since) && self.get(&id).is_none() {
+                self.records.forget_vitals(&id).await?;
+            }
+        }
         Ok(())
     }
 

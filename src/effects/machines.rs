@@ -15,7 +15,7 @@ use aws_sdk_ec2::{
 
 use super::aws::{AwsError, word};
 use crate::{
-    api::{LaunchTemplate, UsageClass},
+    api::{LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
     plan::fleet::{FleetRequest, TemplateRequest},
 };
 
@@ -51,7 +51,6 @@ pub struct Described {
     pub instance_type: String,
     pub zone: String,
     pub usage_class: UsageClass,
-    pub tags: Vec<(String, String)>,
 }
 
 impl Machines {
@@ -188,10 +187,11 @@ impl Machines {
         Ok(FleetOutcome { fleet_id: answer.fleet_id.unwrap_or_default(), launched, causes: causes.collect() })
     }
 
-    /// Every instance with this tag, page after page.
-    pub async fn tagged(&self, tag: &str, value: &str) -> Result<Vec<Described>, AwsError> {
-        let filter = Filter::builder().name(format!("tag:{tag}")).values(value).build();
-        let mut pages = self.client.describe_instances().filters(filter).into_paginator().page_size(1000).send();
+    /// Every instance of a cluster's pool, by its tags, page after page.
+    pub async fn of_pool(&self, cluster: &str, pool: &str) -> Result<Vec<Described>, AwsError> {
+        let filter = |tag, value| Filter::builder().name(format!("tag:{tag}")).values(value).build();
+        let describe = self.client.describe_instances().filters(filter(TAG_CLUSTER, cluster));
+        let mut pages = describe.filters(filter(TAG_POOL, pool)).into_paginator().page_size(1000).send();
         let mut found = Vec::new();
         while let Some(page) = pages.next().await {
             let page = page.map_err(word("DescribeInstances"))?;
@@ -237,7 +237,6 @@ fn described(instance: aws_sdk_ec2::types::Instance) -> Option<Described> {
     );
     let launched_at = instance.launch_time.and_then(|time| jiff::Timestamp::from_second(time.secs()).ok());
     let spot = matches!(instance.instance_lifecycle, Some(aws_sdk_ec2::types::InstanceLifecycleType::Spot));
-    let tags = instance.tags.unwrap_or_default().into_iter();
     Some(Described {
         id: instance.instance_id?,
         gone,
@@ -245,7 +244,6 @@ fn described(instance: aws_sdk_ec2::types::Instance) -> Option<Described> {
         instance_type: instance.instance_type.map(|kind| kind.as_str().to_owned()).unwrap_or_default(),
         zone: instance.placement.and_then(|place| place.availability_zone).unwrap_or_default(),
         usage_class: if spot { UsageClass::Spot } else { UsageClass::OnDemand },
-        tags: tags.filter_map(|tag| Some((tag.key?, tag.value?))).collect(),
     })
 }
 

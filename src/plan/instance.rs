@@ -5,6 +5,9 @@ use paddock_record::{Heartbeat, IdleMessage, Instance, Signal, State, WorkerSign
 
 use crate::api::{Ec2Pool, Ec2Timeouts, FailureReason};
 
+/// How far the clocks of operator and instance may differ.
+const CLOCK_SKEW: SignedDuration = SignedDuration::from_secs(5);
+
 /// What the agent of an instance has written.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Vitals {
@@ -37,9 +40,21 @@ impl Tracked {
         self.vitals.signal.as_ref().is_some_and(|said| said.signal == signal && said.run_id == run_id)
     }
 
+    /// Whether the agent has spoken since the record was last moved: a run can be started again under its old id, and
+    /// what was said for its first attempt says nothing of the second.
+    fn said_since_moved(&self) -> bool {
+        let moved = self.record.updated_at - CLOCK_SKEW;
+        self.vitals.signal.as_ref().is_some_and(|said| said.updated_at >= moved)
+    }
+
     pub fn heartbeat_is_fresh(&self, timeouts: &Ec2Timeouts, now: Timestamp) -> bool {
         let limit = SignedDuration::from(timeouts.heartbeat);
         self.vitals.heartbeat.as_ref().is_some_and(|beat| now.duration_since(beat.updated_at) <= limit)
+    }
+
+    fn half_idle(&self, pool: &Ec2Pool, now: Timestamp) -> bool {
+        let half = SignedDuration::from(pool.lifetimes.idle) / 2;
+        self.record.threshold.is_some_and(|threshold| threshold.duration_since(now) < half)
     }
 
     /// The message that offers this instance to claims.
@@ -129,11 +144,14 @@ pub enum Upkeep {
     Warm,
     /// It has deregistered from its last run: offer it again.
     Offer,
+    /// It is to be kept warm, and half of its idle time is over: begin that anew.
+    Renew,
     /// Give it up.
     End(FailureReason, String),
 }
 
-pub fn upkeep(tracked: &Tracked, pool: &Ec2Pool, now: Timestamp) -> Upkeep {
+/// What is to be done with an instance; `keep` says that it is one of those that `minIdle` keeps warm.
+pub fn upkeep(tracked: &Tracked, pool: &Ec2Pool, keep: bool, now: Timestamp) -> Upkeep {
     let record = &tracked.record;
     if record.state != State::Terminated && tracked.expired(now) {
         let message = format!("its time in state {} was up", record.state);
@@ -158,9 +176,9 @@ pub fn upkeep(tracked: &Tracked, pool: &Ec2Pool, now: Timestamp) -> Upkeep {
         State::Running if record.run_id.is_empty() => Upkeep::Warm,
         State::Idle if !record.leaving.is_empty() => {
             let limit = SignedDuration::from(pool.timeouts.deregistration);
-            if tracked.said(Signal::Deregistered, &record.leaving) {
+            if tracked.said(Signal::Deregistered, &record.leaving) && tracked.said_since_moved() {
                 Upkeep::Offer
-            } else if tracked.said(Signal::DeregistrationFailed, &record.leaving) {
+            } else if tracked.said(Signal::DeregistrationFailed, &record.leaving) && tracked.said_since_moved() {
                 let message = "its agent could not deregister it from GitHub";
                 Upkeep::End(FailureReason::DeregistrationTimeout, message.into())
             } else if now.duration_since(record.updated_at) > limit {
@@ -170,6 +188,7 @@ pub fn upkeep(tracked: &Tracked, pool: &Ec2Pool, now: Timestamp) -> Upkeep {
                 Upkeep::Leave
             }
         }
+        State::Idle if keep && tracked.half_idle(pool, now) => Upkeep::Renew,
         State::Created | State::Running | State::Idle | State::Claimed | State::Terminated => Upkeep::Leave,
     }
 }

@@ -61,37 +61,62 @@ fn i2_whatever_its_state_an_instance_past_its_threshold_ends() {
     for state in [State::Created, State::Running, State::Idle, State::Claimed] {
         let it = tracked(record("i-1", state, RUN, at(0)));
         let threshold = it.record.threshold.unwrap();
-        assert!(matches!(upkeep(&it, &pool(), threshold), Upkeep::End(FailureReason::ThresholdPassed, _)), "{state}");
+        assert!(
+            matches!(upkeep(&it, &pool(), false, threshold), Upkeep::End(FailureReason::ThresholdPassed, _)),
+            "{state}"
+        );
     }
-    assert_eq!(upkeep(&tracked(record("i-1", State::Terminated, "", at(0))), &pool(), at(1_000_000)), Upkeep::Leave);
+    assert_eq!(
+        upkeep(&tracked(record("i-1", State::Terminated, "", at(0))), &pool(), false, at(1_000_000)),
+        Upkeep::Leave
+    );
 }
 
 #[test]
 fn a_machine_kept_warm_is_pooled_when_its_script_is_done_and_given_up_when_it_failed() {
     let mut it = tracked(record("i-1", State::Created, "", at(0)));
-    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Leave);
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave);
     it.vitals.signal = Some(said(Signal::ScriptOk, ""));
-    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Warm);
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Warm);
     it.record.state = State::Running;
-    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Warm, "a crash between its two moves is finished");
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Warm, "a crash between its two moves is finished");
     it.record.state = State::Created;
     it.vitals.signal = Some(said(Signal::ScriptFailed, ""));
-    assert!(matches!(upkeep(&it, &pool(), at(1)), Upkeep::End(FailureReason::PreRunnerFailed, _)));
+    assert!(matches!(upkeep(&it, &pool(), false, at(1)), Upkeep::End(FailureReason::PreRunnerFailed, _)));
 }
 
 #[test]
 fn a_released_instance_is_offered_only_after_it_deregistered_from_that_run() {
     let mut it = tracked(Instance { leaving: RUN.into(), ..record("i-1", State::Idle, "", at(0)) });
     assert!(it.awaits_agent());
-    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Leave);
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave);
     it.vitals.signal = Some(said(Signal::Deregistered, "1111"));
-    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Leave, "that was an earlier run");
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave, "that was an earlier run");
     it.vitals.signal = Some(said(Signal::Deregistered, RUN));
-    assert_eq!(upkeep(&it, &pool(), at(1)), Upkeep::Offer);
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Offer);
     it.vitals.signal = Some(said(Signal::DeregistrationFailed, RUN));
-    assert!(matches!(upkeep(&it, &pool(), at(1)), Upkeep::End(FailureReason::DeregistrationTimeout, _)));
+    assert!(matches!(upkeep(&it, &pool(), false, at(1)), Upkeep::End(FailureReason::DeregistrationTimeout, _)));
     it.vitals.signal = None;
-    assert!(matches!(upkeep(&it, &pool(), at(121)), Upkeep::End(FailureReason::DeregistrationTimeout, _)));
+    assert!(matches!(upkeep(&it, &pool(), false, at(121)), Upkeep::End(FailureReason::DeregistrationTimeout, _)));
+}
+
+#[test]
+fn what_was_said_before_the_release_does_not_count_for_it() {
+    let mut it = tracked(Instance { leaving: RUN.into(), ..record("i-1", State::Idle, "", at(60)) });
+    it.vitals.signal = Some(said(Signal::Deregistered, RUN));
+    assert_eq!(upkeep(&it, &pool(), false, at(61)), Upkeep::Leave, "that was the run's first attempt");
+    it.vitals.signal.as_mut().unwrap().updated_at = at(61);
+    assert_eq!(upkeep(&it, &pool(), false, at(61)), Upkeep::Offer);
+}
+
+#[test]
+fn a_machine_that_is_kept_warm_has_its_idle_time_renewed_and_others_have_not() {
+    let mut it = tracked(record("i-1", State::Idle, "", at(0)));
+    it.record.threshold = Some(at(420));
+    assert_eq!(upkeep(&it, &pool(), true, at(209)), Upkeep::Leave);
+    assert_eq!(upkeep(&it, &pool(), true, at(211)), Upkeep::Renew);
+    assert_eq!(upkeep(&it, &pool(), false, at(211)), Upkeep::Leave);
+    assert!(matches!(upkeep(&it, &pool(), true, at(420)), Upkeep::End(FailureReason::ThresholdPassed, _)));
 }
 
 #[test]

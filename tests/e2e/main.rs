@@ -3,6 +3,7 @@
 //! The whole program runs in namespaces of its own (see `paddock_bed::isolate`), one stage serves all tests, and each
 //! test has a Kubernetes namespace for itself.
 
+mod board;
 mod ec2;
 mod operator;
 mod support;
@@ -13,6 +14,7 @@ use anyhow::Result;
 use libtest_mimic::{Arguments, Trial};
 use paddock_bed::{
     isolate::{self, Options},
+    node,
     stage::{Stage, TOOLS},
 };
 use support::{Test, World};
@@ -24,7 +26,7 @@ fn main() -> ExitCode {
     }
     match start() {
         Ok(world) => {
-            let conclusion = libtest_mimic::run(&arguments, trials(Some(world.clone())));
+            let conclusion = libtest_mimic::run(&arguments, trials(Some(&world)));
             if conclusion.has_failed() {
                 eprintln!("--- the operator's log ---\n{}", world.operator_log());
             }
@@ -42,38 +44,54 @@ fn main() -> ExitCode {
 }
 
 fn start() -> Result<Arc<World>> {
-    let isolated = isolate::enter(Options { tools: &[TOOLS, &["github-schemas"]].concat(), listen: 0 })?;
+    let isolated = isolate::enter(Options { tools: &[TOOLS, &node::TOOLS, &["github-schemas"]].concat(), listen: 0 })?;
     let runtime = tokio::runtime::Runtime::new()?;
     let (stage, operator) = runtime.block_on(async {
         let stage = Stage::start(&isolated, true).await?;
         let operator = stage.operator("operator", &[]).await?;
         anyhow::Ok((stage, operator))
     })?;
-    Ok(Arc::new(World::new(runtime, stage, operator)))
+    if let Err(why) = &isolated.node_possible {
+        eprintln!("the tests of boards are skipped: {why}");
+    }
+    Ok(Arc::new(World::new(runtime, stage, operator, isolated.node_possible)))
 }
 
 /// Every test by its name; without a world they can only be listed.
-fn trials(world: Option<Arc<World>>) -> Vec<Trial> {
+fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
     let trial = |name: &str, test: Test, play: fn(Arc<World>, Test) -> Result<()>| {
-        let world = world.clone();
+        let world = world.cloned();
         Trial::test(name, move || match world {
             Some(world) => play(world, test).map_err(|error| format!("{error:#}").into()),
             None => Err("tests are only listed".into()),
         })
     };
-    let beside = |name, test| trial(name, test, World::play);
-    let alone = |name, test| trial(name, test, World::play_alone);
-    vec![
-        beside("ec2_claim_from_the_warm_pool_and_back", |world| {
-            Box::pin(ec2::claim_from_the_warm_pool_and_back(world))
-        }),
-        beside("ec2_claim_from_an_empty_pool", |world| Box::pin(ec2::claim_from_an_empty_pool(world))),
-        beside("dashboards_show_what_goes_on", |world| Box::pin(operator::dashboards_show_what_goes_on(world))),
-        alone("i5_killed_in_the_middle_of_a_claim", |world| Box::pin(operator::killed_in_the_middle_of_a_claim(world))),
-        alone("a_paused_leader_is_replaced_and_ends", |world| {
-            Box::pin(operator::a_paused_leader_is_replaced_and_ends(world))
-        }),
-        alone("a_missing_right_is_missed", |world| Box::pin(operator::a_missing_right_is_missed(world))),
-        alone("the_api_server_restarts", |world| Box::pin(operator::the_api_server_restarts(world))),
-    ]
+    // Tests that do something to the operator or the API server run alone, the others side by side.
+    macro_rules! trials {
+        ($play:ident: $($module:ident::$test:ident),+ $(,)?) => {
+            [$(trial(concat!(stringify!($module), "::", stringify!($test)), |world| Box::pin($module::$test(world)), World::$play)),+]
+        };
+    }
+    let beside = trials!(play:
+        ec2::claim_from_the_warm_pool_and_back,
+        ec2::claim_from_an_empty_pool,
+        operator::dashboards_show_what_goes_on,
+    );
+    let alone = trials!(play_alone:
+        operator::i5_killed_in_the_middle_of_a_claim,
+        operator::a_paused_leader_is_replaced_and_ends,
+        operator::a_missing_right_is_missed,
+        operator::the_api_server_restarts,
+    );
+    let on_a_node = trials!(play:
+        board::claim_runs_a_job_on_the_board,
+        board::second_claim_waits_for_the_slot,
+        board::busy_worker_outlives_the_deletion_of_its_claim,
+        board::deleted_claim_takes_its_idle_runner_along,
+        board::lost_jit_config_is_replaced,
+        board::failed_pod_is_explained_and_replaced,
+    );
+    let no_node = world.is_some_and(|world| world.node_possible.is_err());
+    let on_a_node = on_a_node.map(|trial| trial.with_ignored_flag(no_node));
+    beside.into_iter().chain(alone).chain(on_a_node).collect()
 }

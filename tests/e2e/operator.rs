@@ -46,7 +46,7 @@ async fn leader(world: &World) -> Result<String> {
 }
 
 /// I5: an operator that is killed in the middle of a claim loses nothing; the next one finishes it.
-pub async fn killed_in_the_middle_of_a_claim(world: &World) -> Result<()> {
+pub async fn i5_killed_in_the_middle_of_a_claim(world: &World) -> Result<()> {
     let namespace = world.namespace().await?;
     warm_pool(world, &namespace).await?;
     claim(world, &namespace, "build", "7200").await?;

@@ -24,6 +24,8 @@ pub type Test = for<'a> fn(&'a World) -> Pin<Box<dyn Future<Output = Result<()>>
 
 pub struct World {
     pub stage: Stage,
+    /// Whether a real kubelet can run here, or why not.
+    pub node_possible: Result<(), String>,
     operator: Mutex<Option<Operator>>,
     /// Tests that do something to the operator or the API server hold it alone.
     quiet: RwLock<()>,
@@ -33,9 +35,9 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(runtime: Runtime, stage: Stage, operator: Operator) -> Self {
+    pub fn new(runtime: Runtime, stage: Stage, operator: Operator, node_possible: Result<(), String>) -> Self {
         let operator = Mutex::new(Some(operator));
-        Self { stage, operator, quiet: RwLock::default(), namespaces: AtomicU32::new(0), runtime }
+        Self { stage, node_possible, operator, quiet: RwLock::default(), namespaces: AtomicU32::new(0), runtime }
     }
 
     /// Runs a test beside others.

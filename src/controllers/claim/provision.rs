@@ -54,6 +54,9 @@ impl Work {
             | ClaimPhase::Validating
             | ClaimPhase::Releasing => {}
         }
+        if self.claim.status.is_none() {
+            self.say(ClaimReason::WaitingInLine, "the claim was seen".into()).await?;
+        }
         let supply = match self.supply().await? {
             Ok(supply) => supply,
             Err(over) => return Ok(over),
@@ -307,6 +310,25 @@ impl Work {
         Ok(None)
     }
 
+    /// Why a claim that was Ready has no machines any more, from the records of those it had.
+    fn how_it_ended(&self) -> (ClaimPhase, ClaimReason, String) {
+        let began = self.claim.metadata.creation_timestamp.as_ref().map_or(Timestamp::MIN, |time| time.0);
+        let ours = self.context.ledger.of_claim(&self.pool_key(), &self.name);
+        let lost: Vec<_> = ours
+            .iter()
+            .map(|tracked| &tracked.record)
+            .filter(|record| record.state == State::Terminated && record.updated_at >= began)
+            .filter(|record| record.failure_reason != FailureReason::ThresholdPassed.as_str())
+            .map(|record| format!("{}: {}", record.instance_id, record.failure_message))
+            .collect();
+        if lost.is_empty() {
+            let message = "its machines have reached the end of their time";
+            (ClaimPhase::Completed, ClaimReason::MaxRuntimeReached, message.into())
+        } else {
+            (ClaimPhase::Failed, ClaimReason::WorkerLost, lost.join("; "))
+        }
+    }
+
     async fn serve(&mut self, held: &[Tracked]) -> Result<Action> {
         let count = self.claim.spec.count;
         self.list_workers(held);
@@ -325,8 +347,8 @@ impl Work {
         let held = self.held();
         self.list_workers(&held);
         if held.is_empty() {
-            let message = "its machines have reached the end of their time";
-            self.enter(ClaimPhase::Completed, ClaimReason::MaxRuntimeReached, message.into());
+            let (phase, reason, message) = self.how_it_ended();
+            self.enter(phase, reason, message);
         }
         self.write().await?;
         Ok(Action::await_change())

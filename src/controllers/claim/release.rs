@@ -22,6 +22,7 @@ impl Work {
 
     pub(super) async fn release(mut self) -> Result<Action> {
         self.enter(ClaimPhase::Releasing, ClaimReason::Releasing, "giving the machines back to the pool".into());
+        self.write().await?;
         match self.give_all_back().await? {
             None => Ok(Action::await_change()),
             // An error keeps the finalizer; the condition says what is waited for.
