@@ -143,7 +143,7 @@ mod tests {
             script: Some(Signal::ScriptOk),
             serving: Some(Serving { run_id: "7".into(), configured: true }),
             runner: Alive::of(std::process::id()),
-            said: Some(Said { signal: Signal::Registered, run_id: "7".into() }),
+            said: Some(Said { signal: Signal::Registered, run_id: "7".into(), at: Timestamp::UNIX_EPOCH }),
         };
         files.remember(&memory).unwrap();
         let (key, since) = files.key().unwrap();

@@ -238,7 +238,7 @@ mod tests {
             serving: None,
             runner: Runner::Absent,
             said: None,
-            said_at: Timestamp::MIN,
+            said_at: now(),
             reclaimed: false,
             failures: 0,
             retry_at: now(),
@@ -256,6 +256,17 @@ mod tests {
             assert_eq!(step(&Facts { script, ..facts(&record) }, now()), action);
             assert_eq!(step(&Facts { script, ..facts(&Record::Never) }, now()), action);
         }
+    }
+
+    #[test]
+    fn a_release_is_answered_even_if_the_same_was_said_for_an_earlier_one() {
+        let leaving = Instance { leaving: "A".into(), updated_at: now(), ..instance(State::Idle, "", "token") };
+        let record = seen(leaving);
+        let said = Some((Signal::Deregistered, "A"));
+        let before = Facts { said, said_at: now() - SECOND, ..facts(&record) };
+        assert_eq!(step(&before, now()), Action::Say(Signal::Deregistered, "A"));
+        let after = Facts { said, said_at: now(), ..facts(&record) };
+        assert_eq!(step(&after, now()), Action::Wait);
     }
 
     #[test]
