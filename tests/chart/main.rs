@@ -9,6 +9,7 @@ use std::{
     sync::OnceLock,
 };
 
+use paddock::plan::entity::EntityLimits;
 use serde_json::{Value, json};
 
 const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/paddock");
@@ -157,7 +158,7 @@ fn one_namespace_means_no_cluster_right_but_reading_nodes() {
     let mut cluster = grants(&objects, &["ClusterRole"]);
     cluster.sort();
     let nodes = |verb: &str| (String::new(), "nodes".to_owned(), verb.to_owned());
-    assert_eq!(cluster, ["get", "list", "watch"].map(nodes));
+    assert_eq!(cluster, ["list", "watch"].map(nodes));
     assert_eq!(names(&of_kind(&objects, "ClusterRoleBinding")), ["paddock-system-nodes"]);
     let places: Vec<_> = of_kind(&objects, "Role").iter().map(|role| role["metadata"]["namespace"].clone()).collect();
     assert_eq!(places, ["team", "system"]);
@@ -171,11 +172,14 @@ fn one_namespace_means_no_cluster_right_but_reading_nodes() {
 }
 
 #[test]
-fn leases_are_granted_in_the_release_namespace_alone() {
+fn leases_are_granted_in_the_release_namespace_alone_and_only_what_an_election_does() {
     let objects = rendered(&[]);
     let cluster = grants(&objects, &["ClusterRole"]);
     assert!(cluster.iter().all(|(group, ..)| group != "coordination.k8s.io"), "{cluster:?}");
     assert_eq!(the(&objects, "Role")["metadata"]["namespace"], "system");
+    let mut verbs: Vec<_> = grants(&objects, &["Role"]).into_iter().map(|(.., verb)| verb).collect();
+    verbs.sort();
+    assert_eq!(verbs, ["create", "get", "list", "update", "watch"]);
 }
 
 #[test]
@@ -254,9 +258,9 @@ fn everything_on_reaches_the_pod() {
     assert_eq!(environment[1], json!({"name": "RUST_LOG", "value": "debug"}));
     let secret = json!({"secretName": "hooks", "items": [{"key": "lines", "path": "secrets"}]});
     assert!(pod["volumes"].as_array().unwrap().iter().any(|volume| volume["secret"] == secret), "{pod}");
-    let limits: Value =
+    let limits: EntityLimits =
         serde_saphyr::from_str(the(&objects, "ConfigMap")["data"]["entity-limits.yaml"].as_str().unwrap()).unwrap();
-    assert_eq!(limits, json!({"default": 5, "entities": {"152654596": 40}}));
+    assert_eq!((limits.of("1"), limits.of("152654596")), (5, 40));
     assert_eq!(
         the(&objects, "ServiceAccount")["metadata"]["annotations"]["eks.amazonaws.com/role-arn"],
         "arn:aws:iam::123456789012:role/paddock"
