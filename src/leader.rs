@@ -24,6 +24,9 @@ use crate::effects::fence::Fence;
 /// The name of the Lease, in the operator's own namespace.
 pub const LEASE: &str = "paddock";
 
+/// How long a replica waits after a write that failed.
+const PAUSE: Duration = Duration::from_millis(300);
+
 /// A lease as last seen, and when that was by our own clock.
 struct Seen {
     lease: Option<Lease>,
@@ -38,11 +41,16 @@ enum Step {
     Wait(Instant),
 }
 
+/// Who holds a lease; nobody, if it is free.
+fn holder(seen: &Seen) -> &str {
+    let spec = seen.lease.as_ref().and_then(|lease| lease.spec.as_ref());
+    spec.and_then(|spec| spec.holder_identity.as_deref()).unwrap_or_default()
+}
+
 /// What a replica called `me` does next.
 fn step(seen: &Seen, me: &str, lease_duration: Duration, now: Instant) -> Step {
     let spec = seen.lease.as_ref().and_then(|lease| lease.spec.as_ref());
-    let holder = spec.and_then(|spec| spec.holder_identity.as_deref()).unwrap_or("");
-    let wait = match holder {
+    let wait = match holder(seen) {
         "" => Duration::ZERO,
         // Thrice in a lease's life, so that two lost renewals do not lose the lease.
         holder if holder == me => lease_duration / 3,
@@ -86,7 +94,7 @@ pub struct Election {
 }
 
 impl Election {
-    /// Campaigns until `stop`, holding the lease while it can; `leading` is cancelled-by-drop when it is lost.
+    /// Campaigns until `stop`; calls `elected` when the lease is first held.
     ///
     /// Returns when the lease was lost after it was held, or when stopped; gives a held lease up on the way out, so
     /// that another replica takes over at once.
@@ -121,22 +129,32 @@ impl Election {
                                 elected();
                             }
                         }
-                        // Somebody else wrote first: what they wrote comes with the watch.
-                        Ok(Err(kube::Error::Api(status))) if status.is_conflict() || status.is_already_exists() => {
-                            let taken = elected.is_none() && !self.still_ours(&api).await;
-                            if taken {
+                        outcome => {
+                            let conflict = matches!(&outcome, Ok(Err(kube::Error::Api(status)))
+                                if status.is_conflict() || status.is_already_exists());
+                            if conflict && elected.is_none() && !self.still_ours(&api).await {
                                 self.fence.close();
                                 return Err(Lost);
                             }
-                            seen.since = Instant::now();
-                        }
-                        outcome => {
-                            let error = outcome.map_or("no answer in time".to_owned(), |result| match result {
-                                Ok(_) => String::new(),
-                                Err(error) => error.to_string(),
-                            });
-                            tracing::warn!(%error, "the lease could not be written");
-                            tokio::time::sleep(Duration::from_secs(1).min(self.duration / 10)).await;
+                            if !conflict {
+                                let error = match outcome {
+                                    Ok(written) => written.err().map(|error| error.to_string()).unwrap_or_default(),
+                                    Err(_) => "no answer in time".to_owned(),
+                                };
+                                tracing::warn!(error, "the lease could not be written");
+                            }
+                            // What is there now decides what comes next; it comes with the watch, or is asked for.
+                            tokio::select! {
+                                () = stop.cancelled() => break,
+                                changed = next(&mut changes) => seen = newer(seen, changed),
+                                () = tokio::time::sleep(PAUSE) => if let Ok(lease) = api.get_opt(LEASE).await {
+                                    seen = newer(seen, Seen { lease, since: Instant::now() });
+                                },
+                            }
+                            // Our own is renewed without delay: the fence does not wait.
+                            if holder(&seen) == self.identity {
+                                seen.since = sent.checked_sub(self.duration).unwrap_or(sent);
+                            }
                         }
                     }
                 }
@@ -186,9 +204,6 @@ async fn next(changes: &mut (impl Stream<Item = watcher::Result<Option<Lease>>> 
 /// The watch also brings our own writes back, late: those must not count as news.
 fn newer(old: Seen, new: Seen) -> Seen {
     let version = |seen: &Seen| seen.lease.as_ref().and_then(ResourceExt::resource_version);
-    let holder = |seen: &Seen| {
-        seen.lease.as_ref().and_then(|lease| lease.spec.as_ref()).and_then(|spec| spec.holder_identity.clone())
-    };
     let renewed = |seen: &Seen| {
         seen.lease.as_ref().and_then(|lease| lease.spec.as_ref()).and_then(|spec| spec.renew_time.clone())
     };

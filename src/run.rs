@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use kube::{Client, Config, client::ClientBuilder};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -20,6 +20,8 @@ use crate::{
 /// How long running reconciliations may go on after a signal; Kubernetes kills a pod after 30 s.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(20);
 
+/// How long the API server may take to answer a controller.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long open connections may go on after that.
 const SERVER_GRACE: Duration = Duration::from_secs(2);
 
@@ -38,6 +40,9 @@ async fn operate(settings: Settings) -> Result<()> {
     let namespace = config.default_namespace.clone();
     let client = Client::try_from(config.clone())?;
     let fence = Fence::default();
+    // It watches nothing, so no answer takes long; a reconciliation must not hang on one that never comes.
+    let mut config = config;
+    config.read_timeout = Some(WRITE_TIMEOUT);
     let fenced = ClientBuilder::try_from(config)?.with_layer(&fence).build();
 
     let stop = CancellationToken::new();
@@ -67,19 +72,26 @@ async fn operate(settings: Settings) -> Result<()> {
     // The lease is held until the work has ended: nothing of it is refused by our own fence.
     let retire = CancellationToken::new();
     let finish = async {
-        stop.cancelled().await;
-        let mut begun = begun;
-        if let Ok(work) = begun.try_recv()
-            && tokio::time::timeout(SHUTDOWN_GRACE, work).await.is_err()
-        {
-            tracing::warn!("some work did not end in time; the next leader finishes it");
+        let work = tokio::select! {
+            () = stop.cancelled() => None,
+            work = begun => work.ok(),
+        };
+        if let Some(mut work) = work {
+            tokio::select! {
+                () = stop.cancelled() => {}
+                // A leader that does nothing must not keep the lease.
+                ended = &mut work => bail!("the controllers ended by themselves: {ended:?}"),
+            }
+            if tokio::time::timeout(SHUTDOWN_GRACE, work).await.is_err() {
+                tracing::warn!("some work did not end in time; the next leader finishes it");
+            }
         }
         retire.cancel();
         std::future::pending().await
     };
     let outcome = tokio::select! {
-        outcome = election.run(elected, retire.clone()) => outcome,
-        () = finish => Ok(()),
+        outcome = election.run(elected, retire.clone()) => outcome.map_err(Into::into),
+        outcome = finish => outcome,
     };
     metrics.leading.set(0.0);
     // Whatever still runs is behind the fence; the process ends and starts over as a follower.

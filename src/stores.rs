@@ -44,18 +44,22 @@ where
     fn start(api: Api<K>, config: watcher::Config) -> Self {
         let (store, writer) = reflector::store();
         let changes = broadcast::Sender::new(BACKLOG);
-        let sender = changes.clone();
+        let (sender, shown) = (changes.clone(), store.clone());
         let events =
             watcher(api, config).default_backoff().modify(|object| object.managed_fields_mut().clear()).reflect(writer);
         tokio::spawn(events.for_each(move |event| {
             match event {
-                Ok(
-                    watcher::Event::Apply(object) | watcher::Event::Delete(object) | watcher::Event::InitApply(object),
-                ) => {
-                    // No subscriber is no error: a follower has none.
+                // No subscriber is no error: a follower has none.
+                Ok(watcher::Event::Apply(object) | watcher::Event::Delete(object)) => {
                     let _ = sender.send(Arc::new(object));
                 }
-                Ok(watcher::Event::Init | watcher::Event::InitDone) => {}
+                // A list shows in the cache when it is complete, not before.
+                Ok(watcher::Event::Init | watcher::Event::InitApply(_)) => {}
+                Ok(watcher::Event::InitDone) => {
+                    for object in shown.state() {
+                        let _ = sender.send(object);
+                    }
+                }
                 Err(error) => tracing::warn!(kind = %K::kind(&()), %error, "the watch was interrupted"),
             }
             std::future::ready(())

@@ -46,12 +46,11 @@ pub fn counts(instances: &[Tracked]) -> WorkerCounts {
 pub async fn mirror(context: &Context, pool: &RunnerPool, ec2: &Ec2Pool, instances: &[Tracked]) -> Result<()> {
     let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
     let api: Api<Worker> = Api::namespaced(context.client.clone(), &namespace);
-    let now = Timestamp::now();
     for tracked in instances {
         let id = &tracked.record.instance_id;
         let old = context.stores.workers.store.get(&reference(&namespace, id));
         let old_status = old.as_ref().and_then(|worker| worker.status.as_ref());
-        let new = worker_status(tracked, ec2, old_status, now);
+        let new = worker_status(tracked, ec2, old_status);
         let wanted = worker(pool, tracked);
         let worker = match old {
             Some(old) if old.labels() == wanted.labels() => (*old).clone(),
@@ -91,17 +90,17 @@ fn worker(pool: &RunnerPool, tracked: &Tracked) -> Worker {
     }
 }
 
-fn worker_status(tracked: &Tracked, pool: &Ec2Pool, old: Option<&WorkerStatus>, now: Timestamp) -> WorkerStatus {
+fn worker_status(tracked: &Tracked, pool: &Ec2Pool, old: Option<&WorkerStatus>) -> WorkerStatus {
     let record = &tracked.record;
     let some = |text: &str| (!text.is_empty()).then(|| text.to_owned());
     let ended = record.state == State::Terminated;
     let mut status = WorkerStatus {
         state: Some(worker_state(record.state)),
-        state_since: Some(Time(record.updated_at)),
+        state_since: Some(seconds(record.updated_at)),
         claim: some(&record.claim),
         run_id: some(&record.run_id),
-        threshold: record.threshold.map(Time),
-        heartbeat: if ended { None } else { heartbeat(tracked, pool, old, now) },
+        threshold: record.threshold.map(seconds),
+        heartbeat: if ended { None } else { heartbeat(tracked, pool, old) },
         runner: None,
         claims_served: record.claims,
         failure: failure(record),
@@ -124,6 +123,11 @@ fn worker_status(tracked: &Tracked, pool: &Ec2Pool, old: Option<&WorkerStatus>, 
     status
 }
 
+/// A time as Kubernetes keeps it: a finer one would differ from itself once it is read back.
+fn seconds(time: Timestamp) -> Time {
+    Time(Timestamp::from_second(time.as_second()).unwrap_or(time))
+}
+
 /// Why the instance was given up, as its record tells.
 fn failure(record: &paddock_record::Instance) -> Option<Failure> {
     let reason: FailureReason = serde_json::from_value(record.failure_reason.clone().into()).ok()?;
@@ -132,10 +136,10 @@ fn failure(record: &paddock_record::Instance) -> Option<Failure> {
 }
 
 /// Whether the agent is alive and since when; a beat alone changes nothing, so a settled system writes nothing.
-fn heartbeat(tracked: &Tracked, pool: &Ec2Pool, old: Option<&WorkerStatus>, now: Timestamp) -> Option<Heartbeat> {
+fn heartbeat(tracked: &Tracked, pool: &Ec2Pool, old: Option<&WorkerStatus>) -> Option<Heartbeat> {
     let beat = tracked.vitals.heartbeat.as_ref()?;
-    let fresh = tracked.heartbeat_is_fresh(&pool.timeouts, now);
+    let fresh = tracked.heartbeat_is_fresh(&pool.timeouts, tracked.read_at);
     let state = if fresh { HeartbeatState::Fresh } else { HeartbeatState::Stale };
     let before = old.and_then(|old| old.heartbeat.as_ref()).filter(|before| before.state == state);
-    Some(before.cloned().unwrap_or(Heartbeat { state, since: Time(beat.updated_at) }))
+    Some(before.cloned().unwrap_or(Heartbeat { state, since: seconds(beat.updated_at) }))
 }

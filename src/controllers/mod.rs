@@ -9,6 +9,7 @@ pub mod pickup;
 pub mod pool;
 pub mod status;
 mod timers;
+mod troubles;
 
 use std::{fmt::Debug, future::Future, sync::Arc, time::Duration};
 
@@ -26,7 +27,7 @@ use paddock_record::table_name;
 use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
-use self::{launches::Launches, pickup::Pickups, timers::Timers};
+use self::{launches::Launches, pickup::Pickups, timers::Timers, troubles::Troubles};
 use crate::{
     effects::{
         aws::Clients, credentials::CredentialStore, fence::Fence, github::GitHub, ledger::Ledger, machines::Machines,
@@ -51,6 +52,7 @@ pub struct Context {
     pub machines: Machines,
     pub pickups: Arc<Pickups>,
     pub timers: Timers,
+    pub troubles: Troubles,
     pub launches: Arc<Launches>,
     events: Recorder,
 }
@@ -68,6 +70,7 @@ impl Context {
             pickups: Pickups::new(queues.clone(), metrics.clone()),
             queues,
             timers: Timers::default(),
+            troubles: Troubles::default(),
             launches: Arc::default(),
             events: Recorder::new(client.clone(), reporter),
             settings,

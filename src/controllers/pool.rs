@@ -2,7 +2,7 @@
 
 use std::{cmp::Reverse, collections::HashSet, sync::Arc, time::Duration};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use base64::{Engine, prelude::BASE64_STANDARD};
 use futures::StreamExt;
 use jiff::Timestamp;
@@ -82,13 +82,16 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
         true => Ok(()),
         false => prepare(context, pool, ec2, &mut new).await.inspect_err(|_| context.timers.reset(&timer)),
     };
-    let (reason, message) = match prepared {
-        Ok(()) => match keep_up(context, pool, ec2, &key, &new).await {
-            Ok(()) => (PoolReason::Ready, "the pool serves claims".to_owned()),
-            Err(trouble) => trouble,
-        },
-        Err(trouble) => trouble,
+    // Machines are looked after whatever became of the preparations: their time runs on.
+    let kept = match context.ledger.is_loaded() {
+        true => keep_up(context, pool, ec2, &key, &new).await,
+        false => Ok(()),
     };
+    let outcome = match prepared.and(kept) {
+        Ok(()) => keep_warm(context, pool, ec2, &key, &new).await,
+        trouble => trouble,
+    };
+    let (reason, message) = outcome.err().unwrap_or((PoolReason::Ready, "the pool serves claims".to_owned()));
     let instances = context.ledger.of_pool(&key);
     mirror::mirror(context, pool, ec2, &instances).await?;
     new.workers = mirror::counts(&instances);
@@ -99,7 +102,8 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
     Ok(Action::requeue(REFRESH))
 }
 
-type Trouble = (PoolReason, String);
+/// Why a pool is not ready.
+pub type Trouble = (PoolReason, String);
 
 fn at_aws(error: AwsError) -> Trouble {
     let reason = match error {
@@ -126,7 +130,7 @@ async fn prepare(
     let mut queues = Vec::new();
     for class in &ec2.resource_classes {
         let queue = queue_name(cluster, &namespace, &name, &class.name);
-        let url = context.queues.ensure(&queue).await.map_err(at_aws)?;
+        let url = context.queues.ensure(&queue, ec2.lifetimes.idle.into()).await.map_err(at_aws)?;
         queues.push(Queue { resource_class: class.name.clone(), url });
     }
     new.queues = queues;
@@ -143,7 +147,7 @@ async fn prepare(
     Ok(())
 }
 
-/// Moves machines that no claim moves, ends those whose time is up, and keeps enough of them warm.
+/// Moves machines that no claim moves, ends those whose time is up, and compares records with EC2 from time to time.
 async fn keep_up(
     context: &Context,
     pool: &RunnerPool,
@@ -154,7 +158,7 @@ async fn keep_up(
     let now = Timestamp::now();
     let mut ends = 0;
     let instances = context.ledger.of_pool(key);
-    let warm = kept_warm(&instances, ec2.min_idle);
+    let warm = kept_warm(&instances, ec2);
     for tracked in &instances {
         match upkeep(tracked, ec2, warm.contains(tracked.record.instance_id.as_str()), now) {
             Upkeep::Leave => {}
@@ -176,17 +180,28 @@ async fn keep_up(
         }
     }
     if context.timers.due(&format!("sweep {key}"), SWEEP) {
-        sweep(context, key).await.map_err(at_aws)?;
-        restore_offers(context, key, new).await.map_err(at_aws)?;
+        let swept = async {
+            sweep(context, key).await?;
+            restore_offers(context, key, new).await
+        };
+        context.troubles.note(key, swept.await.map_err(at_aws).err());
     }
-    keep_warm(context, pool, ec2, key, new).await
+    context.troubles.of(key).map_or(Ok(()), Err)
 }
 
 /// The idle machines that `minIdle` speaks of: those that have the longest to live anyway.
-fn kept_warm(instances: &[Tracked], min_idle: u32) -> HashSet<&str> {
-    let mut idle: Vec<_> = instances.iter().filter(|tracked| tracked.record.state == State::Idle).collect();
+fn kept_warm<'a>(instances: &'a [Tracked], pool: &Ec2Pool) -> HashSet<&'a str> {
+    let idle = |tracked: &&Tracked| tracked.record.state == State::Idle && is_default(tracked, pool);
+    let mut idle: Vec<_> = instances.iter().filter(idle).collect();
     idle.sort_by_key(|tracked| Reverse(tracked.record.threshold));
-    idle.into_iter().take(min_idle as usize).map(|tracked| tracked.record.instance_id.as_str()).collect()
+    idle.into_iter().take(pool.min_idle as usize).map(|tracked| tracked.record.instance_id.as_str()).collect()
+}
+
+/// `minIdle` speaks of machines as the pool makes them by default.
+fn is_default(tracked: &Tracked, pool: &Ec2Pool) -> bool {
+    let class = pool.default_resource_class().map(|class| class.name.as_str());
+    class == Some(tracked.record.resource_class.as_str())
+        && tracked.record.usage_class == pool.defaults.usage_class.as_str()
 }
 
 /// Its offer carries the old threshold, so a new one goes out; whichever is found first is as good.
@@ -195,7 +210,7 @@ async fn renew(context: &Context, tracked: &Tracked, ec2: &Ec2Pool, new: &Runner
     let threshold = Some(ec2.lifetimes.idle.after(now));
     let next = Instance { threshold, updated_at: now, ..tracked.record.clone() };
     match context.ledger.advance(&tracked.record, &next, now).await? {
-        Outcome::Won(record) => send_offer(context, &Tracked { record, vitals: tracked.vitals.clone() }, new).await,
+        Outcome::Won(record) => send_offer(context, &Tracked { record, ..tracked.clone() }, new).await,
         Outcome::Lost(_) => Ok(()),
     }
 }
@@ -219,7 +234,7 @@ async fn pool_warm(
             }
         }
     }
-    send_offer(context, &Tracked { record, vitals: tracked.vitals.clone() }, new).await
+    send_offer(context, &Tracked { record, ..tracked.clone() }, new).await
 }
 
 /// The message first, then the record: a crash in between sends it again, and a second message does no harm.
@@ -300,8 +315,8 @@ async fn keep_warm(
     let there = context.ledger.of_pool(key);
     let live = there.iter().filter(|tracked| tracked.record.state != State::Terminated).count() as u32;
     let idle = there.iter().filter(|tracked| {
-        tracked.record.state == State::Idle
-            || (tracked.record.run_id.is_empty() && tracked.record.state == State::Created)
+        let coming = tracked.record.run_id.is_empty() && tracked.record.state == State::Created;
+        is_default(tracked, ec2) && (coming || tracked.record.state == State::Idle)
     });
     let missing = ec2.min_idle.saturating_sub(idle.count() as u32);
     let (Some(class), Some(template)) = (ec2.default_resource_class(), &new.launch_template) else { return Ok(()) };
@@ -346,22 +361,43 @@ async fn keep_warm(
 async fn remove(context: &Context, pool: &RunnerPool) -> Result<Action> {
     let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
     let key = pool_key(&namespace, &name);
-    let claims = context.stores.claims.store.state_filter(|claim| {
-        claim.namespace().as_deref() == Some(&namespace)
-            && claim.spec.pool.as_deref() == Some(&name)
-            && !claim.status.as_ref().and_then(|status| status.phase).is_some_and(|phase| phase.is_over())
-    });
-    if !claims.is_empty() {
-        let mut new = pool.status.clone().unwrap_or_default();
-        let message = format!("waiting for {} claims to be deleted or to end", claims.len());
-        let condition =
-            ready_condition(false, PoolReason::Deleting, &message, pool.metadata.generation, Timestamp::now());
-        set_condition(&mut new.conditions, condition);
-        status::apply(&context.client, pool, pool.status.as_ref(), &new).await?;
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        anyhow::bail!("pool {key}: {message}");
+    let ec2 = pool.spec.ec2.as_ref().context("an EC2 pool")?;
+    let mut new = pool.status.clone().unwrap_or_default();
+    let trouble = match context.ledger.load().await {
+        Ok(true) => keep_up(context, pool, ec2, &key, &new).await.err(),
+        Ok(false) => Some((PoolReason::Deleting, "the DynamoDB table is being created".into())),
+        Err(error) => Some(at_aws(error)),
+    };
+    let holders: HashSet<_> = context
+        .ledger
+        .of_pool(&key)
+        .into_iter()
+        .filter(|tracked| tracked.record.state != State::Terminated && !tracked.record.claim.is_empty())
+        .map(|tracked| tracked.record.claim)
+        .collect();
+    let outcome = match trouble {
+        Some(trouble) => Err(trouble),
+        None if holders.is_empty() => take_down(context, pool, ec2, &key).await.map_err(at_aws),
+        None => {
+            let message = format!("waiting for {} claims that hold machines to be deleted or to end", holders.len());
+            Err((PoolReason::Deleting, message))
+        }
+    };
+    match outcome {
+        Ok(()) => Ok(Action::await_change()),
+        Err((reason, message)) => {
+            let condition = ready_condition(false, reason, &message, pool.metadata.generation, Timestamp::now());
+            set_condition(&mut new.conditions, condition);
+            status::apply(&context.client, pool, pool.status.as_ref(), &new).await?;
+            // An error keeps the finalizer.
+            bail!("pool {key} cannot go yet: {message}")
+        }
     }
-    for tracked in context.ledger.of_pool(&key) {
+}
+
+async fn take_down(context: &Context, pool: &RunnerPool, ec2: &Ec2Pool, key: &str) -> Result<(), AwsError> {
+    let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
+    for tracked in context.ledger.of_pool(key) {
         if tracked.record.state != State::Terminated {
             let why = "its pool was deleted";
             context.end_instance(&tracked.record.instance_id, FailureReason::CreationAborted, why).await?;
@@ -369,13 +405,11 @@ async fn remove(context: &Context, pool: &RunnerPool) -> Result<Action> {
         context.ledger.forget(&tracked.record.instance_id).await?;
     }
     let cluster = &context.settings.cluster_name;
-    let described = context.machines.of_pool(cluster, &key).await?;
+    let described = context.machines.of_pool(cluster, key).await?;
     let left: Vec<_> = described.into_iter().filter(|d| !d.gone).map(|d| d.id).collect();
     context.machines.terminate(&left).await?;
     for queue in pool.status.iter().flat_map(|status| &status.queues) {
         context.queues.remove(&queue.url).await?;
     }
-    let ec2 = pool.spec.ec2.as_ref().context("an EC2 pool")?;
-    context.machines.remove_template(&template(cluster, &namespace, &name, ec2, String::new()).name).await?;
-    Ok(Action::await_change())
+    context.machines.remove_template(&template(cluster, &namespace, &name, ec2, String::new()).name).await
 }

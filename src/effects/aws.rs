@@ -80,6 +80,8 @@ where
     move |error| match error.as_service_error().and_then(|service| service.code()).map(str::to_owned) {
         Some(code) => {
             let message = error.as_service_error().and_then(|service| service.message()).unwrap_or("no reason given");
+            // EC2 encodes the details anew in every answer: a condition with them would never settle.
+            let message = message.split("Encoded authorization failure message").next().unwrap_or(message).trim();
             classify(call, code, message.to_owned())
         }
         None => {

@@ -31,6 +31,9 @@ const BACKOFF: Duration = Duration::from_secs(2);
 /// to get its record, or to go down.
 const LEFTOVER_AGE: SignedDuration = SignedDuration::from_mins(10);
 
+/// A record of this age may have been written while pages were being read that do not have it.
+const YOUNG: SignedDuration = SignedDuration::from_mins(1);
+
 pub struct Ledger {
     pub records: Records,
     known: Mutex<HashMap<String, Tracked>>,
@@ -86,7 +89,7 @@ impl Ledger {
             loop {
                 match changes.recv().await {
                     Ok(change) => return Some((change, changes)),
-                    // Every pool is looked at periodically anyway; what was missed is found then.
+                    // The next reload tells of everything anew.
                     Err(broadcast::error::RecvError::Lagged(_)) => {}
                     Err(broadcast::error::RecvError::Closed) => return None,
                 }
@@ -113,13 +116,14 @@ impl Ledger {
     /// Reads everything anew, and removes what agents of ended instances left behind.
     pub async fn reload(&self) -> Result<(), AwsError> {
         let (instances, mut vitals) = tokio::try_join!(self.records.instances(), self.records.all_vitals())?;
+        let now = Timestamp::now();
         let mut changed = Vec::new();
         {
             let mut known = self.known();
             let mut fresh = HashMap::with_capacity(instances.len());
             for record in instances {
                 let id = record.instance_id.clone();
-                let tracked = Tracked { vitals: vitals.remove(&id).unwrap_or_default(), record };
+                let tracked = Tracked { vitals: vitals.remove(&id).unwrap_or_default(), record, read_at: now };
                 // A write of ours that ended while the pages were being read is newer than the page.
                 let tracked = match known.remove(&id) {
                     Some(ours) if ours.record.updated_at > tracked.record.updated_at => ours,
@@ -127,6 +131,9 @@ impl Ledger {
                 };
                 fresh.insert(id, tracked);
             }
+            // Entered while the pages were being read.
+            let young = now - YOUNG;
+            fresh.extend(known.extract_if(|_, tracked| tracked.record.updated_at > young));
             let gone: Vec<_> = known.drain().map(|(_, tracked)| change(&tracked.record)).collect();
             changed.extend(fresh.values().map(|tracked| change(&tracked.record)));
             changed.extend(gone);
@@ -184,8 +191,11 @@ impl Ledger {
     fn settle(&self, outcome: &Outcome) {
         if let Outcome::Won(record) | Outcome::Lost(Some(record)) = outcome {
             let mut known = self.known();
-            let vitals = known.remove(&record.instance_id).map(|tracked| tracked.vitals).unwrap_or_default();
-            known.insert(record.instance_id.clone(), Tracked { record: record.clone(), vitals });
+            let (vitals, read_at) = match known.remove(&record.instance_id) {
+                Some(tracked) => (tracked.vitals, tracked.read_at),
+                None => (Vitals::default(), Timestamp::now()),
+            };
+            known.insert(record.instance_id.clone(), Tracked { record: record.clone(), vitals, read_at });
             drop(known);
             let _ = self.changes.send(change(record));
             self.waiting.notify_one();
@@ -235,7 +245,7 @@ impl Ledger {
             let news = tracked.vitals.signal != new.signal
                 || key(&tracked.vitals) != key(&new)
                 || tracked.vitals.heartbeat.is_none() != new.heartbeat.is_none();
-            tracked.vitals = new;
+            (tracked.vitals, tracked.read_at) = (new, Timestamp::now());
             if news && tracked.record.state != State::Terminated {
                 let _ = self.changes.send(change(&tracked.record));
             }

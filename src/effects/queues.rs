@@ -3,7 +3,7 @@
 //! A message is a hint that an instance is idle; the record decides. So a message is deleted only after its instance
 //! was claimed or found unfit, and one that comes twice, late or after its deletion does no harm.
 
-use std::time::Duration;
+use std::{collections::HashMap, time::Duration};
 
 use aws_sdk_sqs::{
     Client,
@@ -16,6 +16,9 @@ use super::aws::{AwsError, word};
 const CLAIM_TIME: Duration = Duration::from_secs(30);
 /// How long a message that fits nobody stays away, so that the queue is not spun through.
 pub const PUT_BACK_DELAY: Duration = Duration::from_secs(3);
+/// What SQS allows.
+const RETENTION_MIN: Duration = Duration::from_mins(1);
+const RETENTION_MAX: Duration = Duration::from_hours(14 * 24);
 /// What one receive brings at most: the limit of SQS.
 pub const BATCH: usize = 10;
 
@@ -36,15 +39,31 @@ impl Queues {
         Self { client }
     }
 
-    /// Creates the queue unless it is there; gives its URL.
-    pub async fn ensure(&self, name: &str) -> Result<String, AwsError> {
-        let create = self
-            .client
-            .create_queue()
-            .queue_name(name)
-            .attributes(QueueAttributeName::VisibilityTimeout, CLAIM_TIME.as_secs().to_string());
-        let answer = create.send().await.map_err(word("CreateQueue"))?;
-        answer.queue_url.ok_or(AwsError::Unreachable { call: "CreateQueue", message: "the answer has no URL".into() })
+    /// Creates the queue unless it is there, and mends its settings; gives its URL. A message lives as long as the idle
+    /// time it tells of, so that no dead ones pile up while nobody claims.
+    pub async fn ensure(&self, name: &str, idle: Duration) -> Result<String, AwsError> {
+        let attributes = HashMap::from([
+            (QueueAttributeName::VisibilityTimeout, CLAIM_TIME.as_secs().to_string()),
+            (
+                QueueAttributeName::MessageRetentionPeriod,
+                idle.clamp(RETENTION_MIN, RETENTION_MAX).as_secs().to_string(),
+            ),
+        ]);
+        let create = self.client.create_queue().queue_name(name).set_attributes(Some(attributes.clone()));
+        let url = match create.send().await.map_err(word("CreateQueue")) {
+            Ok(answer) => answer.queue_url,
+            // It is there, with other settings.
+            Err(error) if error.code().is_some_and(|code| code.contains("QueueNameExists")) => {
+                let answer = self.client.get_queue_url().queue_name(name).send().await.map_err(word("GetQueueUrl"))?;
+                if let Some(url) = &answer.queue_url {
+                    let set = self.client.set_queue_attributes().queue_url(url).set_attributes(Some(attributes));
+                    set.send().await.map_err(word("SetQueueAttributes"))?;
+                }
+                answer.queue_url
+            }
+            Err(error) => return Err(error),
+        };
+        url.ok_or(AwsError::Unreachable { call: "CreateQueue", message: "the answer has no URL".into() })
     }
 
     pub async fn send(&self, url: &str, body: &str) -> Result<(), AwsError> {

@@ -20,6 +20,8 @@ pub struct Vitals {
 pub struct Tracked {
     pub record: Instance,
     pub vitals: Vitals,
+    /// When the vitals were read: what came later is not known.
+    pub read_at: Timestamp,
 }
 
 impl Tracked {

@@ -54,7 +54,7 @@ pub fn record(id: &str, state: State, run_id: &str, updated_at: Timestamp) -> In
 }
 
 pub fn tracked(record: Instance) -> Tracked {
-    Tracked { record, vitals: Vitals::default() }
+    Tracked { record, vitals: Vitals::default(), read_at: at(0) }
 }
 
 pub fn beat(updated_at: Timestamp) -> Heartbeat {

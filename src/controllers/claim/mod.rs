@@ -11,7 +11,7 @@ use jiff::Timestamp;
 use kube::{
     Api, ResourceExt,
     runtime::{
-        controller::{Action, Controller},
+        controller::{self, Action, Controller},
         events::EventType,
         finalizer::{Event as Finalize, finalizer},
         reflector::ObjectRef,
@@ -35,6 +35,9 @@ use crate::{
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// How long a claim waits for something outside to change: a full pool, an outage.
 const WAIT: Duration = Duration::from_secs(5);
+/// Claims looked at once; each may have a call to GitHub and several to AWS under way.
+const CONCURRENCY: u16 = 128;
+
 pub async fn run(context: Arc<Context>, stop: CancellationToken) {
     let stores = &context.stores;
     let claims_of_pool = {
@@ -59,7 +62,8 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
     });
     let controller = Controller::for_shared_stream(stores.claims.stream(), stores.claims.store.clone())
         .watches_shared_stream(stores.pools.stream(), claims_of_pool)
-        .reconcile_on(changed);
+        .reconcile_on(changed)
+        .with_config(controller::Config::default().concurrency(CONCURRENCY));
     drive("claim", controller, context.clone(), stop, reconcile).await;
 }
 
@@ -92,8 +96,16 @@ async fn reconcile(claim: Arc<RunnerClaim>, context: Arc<Context>) -> Result<Act
     let api: Api<RunnerClaim> = Api::namespaced(context.client.clone(), &namespace);
     let work = finalizer(&api, FINALIZER, claim, |event| async {
         match event {
-            Finalize::Apply(claim) => Work::new(context, claim, Some(pool)).provision().await,
-            Finalize::Cleanup(claim) => Work::new(context, claim, Some(pool)).release().await,
+            Finalize::Apply(claim) => {
+                let mut work = Work::new(context, claim, Some(pool));
+                let outcome = work.provision().await;
+                work.explain(outcome).await
+            }
+            Finalize::Cleanup(claim) => {
+                let mut work = Work::new(context, claim, Some(pool));
+                let outcome = work.release().await;
+                work.explain(outcome).await
+            }
         }
         .map_err(Failure)
     });
@@ -183,9 +195,14 @@ impl Work {
         self.write().await
     }
 
-    async fn wait_for_aws(&mut self, error: AwsError) -> Result<Action> {
-        self.say(ClaimReason::AwsUnavailable, error.to_string()).await?;
-        Ok(Action::requeue(WAIT))
+    /// Trouble at AWS, wherever it came up, is told in the condition before it is tried again.
+    async fn explain(&mut self, outcome: Result<Action>) -> Result<Action> {
+        if let Err(error) = &outcome
+            && let Some(trouble) = error.downcast_ref::<AwsError>()
+        {
+            self.say(ClaimReason::AwsUnavailable, trouble.to_string()).await?;
+        }
+        outcome
     }
 
     async fn wait_for_github(&mut self, outage: Outage) -> Result<Action> {

@@ -44,7 +44,7 @@ struct Supply {
 type Over = Option<Action>;
 
 impl Work {
-    pub(super) async fn provision(mut self) -> Result<Action> {
+    pub(super) async fn provision(&mut self) -> Result<Action> {
         match self.status.phase.unwrap_or_default() {
             ClaimPhase::Completed | ClaimPhase::Failed => return self.settle_over().await,
             ClaimPhase::Ready => return self.watch_over().await,
@@ -93,6 +93,10 @@ impl Work {
     /// What the claim can be served from, if its pool is ready.
     async fn supply(&mut self) -> Result<Result<Supply, Action>> {
         let Some(pool) = self.pool.clone() else { return Ok(Err(Action::await_change())) };
+        if pool.metadata.deletion_timestamp.is_some() && self.held().is_empty() {
+            let message = "the pool is being deleted: delete the claim and choose another pool";
+            return self.wait(ClaimReason::PoolNotReady, message.into()).await.map(Err);
+        }
         let Some(ec2) = pool.spec.ec2.clone() else { return Ok(Err(Action::await_change())) };
         let Some(needs) = Needs::of(&self.claim.spec, &ec2) else {
             let class = self.claim.spec.resource_class.clone().unwrap_or_default();
@@ -113,24 +117,22 @@ impl Work {
     /// Takes idle machines from the pool.
     async fn select(&mut self, supply: &Supply, count: u32, pool_exhausted: &mut bool) -> Result<Over> {
         self.enter(ClaimPhase::Claiming, ClaimReason::Claiming, format!("looking for {count} idle machines"));
-        let (picked, token) = tokio::join!(
-            self.context.pickups.take(&supply.queue, supply.needs.clone(), count),
-            self.token(&supply.pool, TokenKind::Registration)
-        );
-        let (picked, token) = match (picked, token) {
-            (Ok(picked), Ok(token)) => (picked, token),
-            (Err(error), _) => return self.wait_for_aws(error).await.map(Some),
-            (Ok(picked), Err(outage)) => {
+        let picked = self.context.pickups.take(&supply.queue, supply.needs.clone(), count).await?;
+        *pool_exhausted = picked.exhausted;
+        if picked.candidates.is_empty() {
+            return Ok(None);
+        }
+        let token = match self.token(&supply.pool, TokenKind::Registration).await {
+            Ok(token) => token,
+            Err(outage) => {
                 self.put_back(&supply.queue, &picked).await;
                 return self.wait_for_github(outage).await.map(Some);
             }
         };
-        *pool_exhausted = picked.exhausted;
         let tries = picked.candidates.into_iter().map(|candidate| self.claim_one(supply, candidate, &token));
         for outcome in futures::future::join_all(tries).await {
             outcome?;
         }
-        self.write().await?;
         Ok(None)
     }
 
@@ -229,7 +231,7 @@ impl Work {
             Err(error @ (AwsError::Refused { .. } | AwsError::Denied { .. })) => {
                 return self.fail(ClaimReason::AwsUnavailable, error.to_string()).await.map(Some);
             }
-            Err(error) => return self.wait_for_aws(error).await.map(Some),
+            Err(error) => return Err(error.into()),
         };
         let now = Timestamp::now();
         let entries = outcome.launched.iter().map(async |launched| {
@@ -343,7 +345,7 @@ impl Work {
     }
 
     /// A claim that is Ready stays so until its machines are gone: their time was up, or they were lost.
-    async fn watch_over(mut self) -> Result<Action> {
+    async fn watch_over(&mut self) -> Result<Action> {
         let held = self.held();
         self.list_workers(&held);
         if held.is_empty() {

@@ -11,7 +11,7 @@ use crate::api::{ClaimPhase, ClaimReason, FailureReason};
 
 impl Work {
     /// A claim that is over holds nothing.
-    pub(super) async fn settle_over(mut self) -> Result<Action> {
+    pub(super) async fn settle_over(&mut self) -> Result<Action> {
         if let Some(waiting) = self.give_all_back().await? {
             return Ok(waiting);
         }
@@ -20,9 +20,11 @@ impl Work {
         Ok(Action::await_change())
     }
 
-    pub(super) async fn release(mut self) -> Result<Action> {
-        self.enter(ClaimPhase::Releasing, ClaimReason::Releasing, "giving the machines back to the pool".into());
-        self.write().await?;
+    pub(super) async fn release(&mut self) -> Result<Action> {
+        if self.status.phase != Some(ClaimPhase::Releasing) {
+            self.enter(ClaimPhase::Releasing, ClaimReason::Releasing, "giving the machines back to the pool".into());
+            self.write().await?;
+        }
         match self.give_all_back().await? {
             None => Ok(Action::await_change()),
             // An error keeps the finalizer; the condition says what is waited for.
