@@ -7,7 +7,8 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 IMAGE ?= paddock:$(VERSION)
 IMAGE_TAR ?= $(CARGO_TARGET_DIR)/paddock-$(VERSION).tar
 
-BED_TOOLS := kube-apiserver kube-controller-manager kube-scheduler kubelet kubectl etcd helm containerd dynamodb elasticmq moto
+# What the demo and the benchmarks start.
+BED_TOOLS := kube-apiserver kube-controller-manager kube-scheduler kubectl etcd helm dynamodb elasticmq moto
 
 # Always the whole workspace: a part of it would enable other features of shared crates and compile them again.
 BUILD := build --workspace --bins
@@ -48,7 +49,7 @@ lint: $(DENY) ## Check format, clippy, licences and bans, the chart, and the she
 
 bench: ## Measure
 	@hack/prerequisites.sh
-	@hack/prepare.sh $(BED_TOOLS) kwok -- $(BUILD)
+	@hack/prepare.sh $(BED_TOOLS) -- $(BUILD)
 	@$(BIN)/paddock-bed bench
 
 image: ## Build the OCI image without a Docker engine (IMAGE=name:tag, IMAGE_TAR=file)
