@@ -1,0 +1,194 @@
+//! A release of the chart on a real node, and what can be seen of it.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use k8s_openapi::api::{apps::v1::Deployment, coordination::v1::Lease, core::v1::Pod};
+use kube::{Api, Resource, ResourceExt, api::ListParams, core::NamespaceResourceScope};
+use paddock::{
+    api::{READY, RunnerClaim},
+    leader::LEASE,
+};
+use paddock_bed::{
+    image::operator_image,
+    isolate::Isolated,
+    kube::{ControlPlane, RELEASE, RELEASE_NAMESPACE, succeeded},
+    node::Node,
+};
+use serde_json::{Value, json};
+
+/// The chart of this tree, and the one before it as Helm packaged it.
+pub const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/paddock");
+pub const PREVIOUS_CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/install/fixtures/paddock-0.1.0.tgz");
+
+/// Where pools and claims are.
+pub const TEAM: &str = "team";
+
+/// Longer than anything takes on a slow machine; a test that waits this long has failed.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// What every release needs to know here: no image is pulled, and the previous chart runs this tree's operator, too.
+const SETTINGS: [&str; 3] =
+    ["clusterName=bed", "image.pullPolicy=Never", concat!("image.tag=", env!("CARGO_PKG_VERSION"))];
+
+/// What the release's pods have in common.
+const SELECTOR: &str = "app.kubernetes.io/instance=paddock";
+
+pub struct Bed {
+    plane: ControlPlane,
+    _node: Node,
+}
+
+impl Bed {
+    /// A node with the operator's image, and namespaces for the operator and for a team.
+    pub async fn start(isolated: &Isolated) -> Result<Self> {
+        let plane = ControlPlane::start(&isolated.dir, isolated.address).await?;
+        let node = Node::start(&plane, "node-1", &[]).await?;
+        let archive = isolated.dir.join("paddock.tar");
+        let reference = concat!("paddock:", env!("CARGO_PKG_VERSION"));
+        operator_image(reference, Path::new(env!("CARGO_BIN_EXE_paddock")))?.write(&archive)?;
+        node.import_image(&archive).await?;
+        fs::remove_file(archive)?;
+        let restricted = json!({ "pod-security.kubernetes.io/enforce": "restricted" });
+        let bed = Self { plane, _node: node };
+        for (name, labels) in [(RELEASE_NAMESPACE, restricted), (TEAM, json!({}))] {
+            let metadata = json!({ "name": name, "labels": labels });
+            bed.apply(json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": metadata })).await?;
+        }
+        Ok(bed)
+    }
+
+    pub async fn apply(&self, object: Value) -> Result<()> {
+        self.plane.apply(&object.to_string()).await
+    }
+
+    pub async fn apply_secret(&self, namespace: &str, name: &str, content: Value) -> Result<()> {
+        let metadata = json!({ "name": name, "namespace": namespace });
+        self.apply(json!({ "apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": content })).await
+    }
+
+    pub fn api<K>(&self, namespace: &str) -> Api<K>
+    where
+        K: Resource<DynamicType = (), Scope = NamespaceResourceScope>,
+    {
+        Api::namespaced(self.plane.client(), namespace)
+    }
+
+    pub async fn helm(&self, arguments: &[&str]) -> Result<String> {
+        let output = self.plane.helm(&[&["--namespace", RELEASE_NAMESPACE], arguments].concat()).await?;
+        succeeded(&format!("helm {}", arguments.join(" ")), output)
+    }
+
+    pub async fn kubectl(&self, arguments: &[&str]) -> Result<String> {
+        succeeded(&format!("kubectl {}", arguments.join(" ")), self.plane.kubectl(arguments).await?)
+    }
+
+    /// Installs the release, or upgrades it, and gives its [`Self::replicas`]. One that is so already is left alone.
+    pub async fn install(&self, chart: &str, settings: &[&str]) -> Result<[Pod; 2]> {
+        let mut arguments = vec!["upgrade", "--install", "--reset-values", RELEASE, chart];
+        arguments.extend(SETTINGS.iter().chain(settings).flat_map(|setting| ["--set", setting]));
+        self.helm(&arguments).await?;
+        self.replicas().await
+    }
+
+    /// The leader and the follower, once both are ready and no other pod is left.
+    pub async fn replicas(&self) -> Result<[Pod; 2]> {
+        self.until("two ready replicas of which one leads", async || {
+            let deployment = self.api::<Deployment>(RELEASE_NAMESPACE).get(RELEASE).await?;
+            let (holder, mut pods) = (self.holder().await?, self.pods().await?);
+            pods.sort_by_key(|pod| pod.name_any() != holder);
+            let settled = is_rolled_out(&deployment) && pods.first().is_some_and(|pod| pod.name_any() == holder);
+            Ok(<[Pod; 2]>::try_from(pods).ok().filter(|_| settled))
+        })
+        .await
+    }
+
+    /// The pod that holds the lease; empty where none does.
+    pub async fn holder(&self) -> Result<String> {
+        let lease = self.api::<Lease>(RELEASE_NAMESPACE).get_opt(LEASE).await?;
+        let identity = lease.and_then(|lease| lease.spec?.holder_identity).unwrap_or_default();
+        Ok(identity.split('_').next().unwrap_or_default().to_owned())
+    }
+
+    /// Those that are being deleted among them.
+    pub async fn pods(&self) -> Result<Vec<Pod>> {
+        let ours = ListParams::default().labels(SELECTOR);
+        Ok(self.api::<Pod>(RELEASE_NAMESPACE).list(&ours).await?.items)
+    }
+
+    /// Waits until the claim's Ready condition says `message`.
+    pub async fn until_claim_says(&self, name: &str, message: &str) -> Result<RunnerClaim> {
+        self.until(&format!("claim {name} says: {message}"), async || {
+            let claim = self.api::<RunnerClaim>(TEAM).get(name).await?;
+            let mut conditions = claim.status.iter().flat_map(|status| &status.conditions);
+            let says = conditions.any(|condition| condition.type_ == READY && condition.message == message);
+            Ok(says.then_some(claim))
+        })
+        .await
+    }
+
+    /// Waits until `probe` finds something; the error shows all there is to know of the release.
+    pub async fn until<T>(&self, what: &str, mut probe: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
+        let start = Instant::now();
+        loop {
+            if let Some(found) = probe().await? {
+                return Ok(found);
+            }
+            if start.elapsed() > DEADLINE {
+                bail!("not within {DEADLINE:?}: {what}\n{}", self.report().await);
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    async fn report(&self) -> String {
+        let mut report = String::new();
+        for arguments in [
+            &["describe", "deployments,replicasets,pods", "--selector", SELECTOR][..],
+            &["logs", "--prefix", "--tail=40", "--selector", SELECTOR],
+            &["get", "leases", "--output=yaml"],
+            &["describe", "rpools,rclaims", "--namespace", TEAM],
+        ] {
+            let output = self.kubectl(&[&["--namespace", RELEASE_NAMESPACE], arguments].concat()).await;
+            let text = output.unwrap_or_else(|error| format!("{error:#}"));
+            report.push_str(&format!("--- kubectl {}\n{text}\n", arguments.join(" ")));
+        }
+        report
+    }
+}
+
+fn is_rolled_out(deployment: &Deployment) -> bool {
+    let status = deployment.status.clone().unwrap_or_default();
+    status.observed_generation == deployment.metadata.generation
+        && [status.replicas, status.updated_replicas, status.ready_replicas] == [Some(2); 3]
+}
+
+/// The operator's process in a pod, as the kernel shows it: the image has no shell to look around with.
+pub fn process_of(pod: &Pod) -> Result<PathBuf> {
+    let host = format!("HOSTNAME={}", pod.name_any());
+    let is_operator = |process: &PathBuf| {
+        fs::read_to_string(process.join("comm")).is_ok_and(|name| name.trim() == "paddock")
+            && words(&process.join("environ")).is_ok_and(|variables| variables.contains(&host))
+    };
+    let mut processes = fs::read_dir("/proc")?.filter_map(|entry| Some(entry.ok()?.path()));
+    processes.find(is_operator).with_context(|| format!("no process of pod {} runs", pod.name_any()))
+}
+
+/// The content of the file that the operator in a pod was told to read by `flag`.
+pub fn file_of(pod: &Pod, flag: &str) -> Result<String> {
+    let process = process_of(pod)?;
+    let arguments = words(&process.join("cmdline"))?;
+    let path = arguments.iter().find_map(|argument| argument.strip_prefix(flag)?.strip_prefix("=/"));
+    let path = path.with_context(|| format!("{flag} is not among {arguments:?}"))?;
+    fs::read_to_string(process.join("root").join(path)).with_context(|| format!("{path} in the pod"))
+}
+
+/// What the kernel separates by zeros.
+pub fn words(file: &Path) -> Result<Vec<String>> {
+    let text = fs::read(file)?;
+    Ok(text.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect())
+}
