@@ -118,7 +118,10 @@ pub fn enter(options: Options) -> Result<Isolated> {
         Depth::Processes => {
             node_possible = node_possible.and(bail_string("this machine allows no namespaces"));
         }
-        Depth::User => own_mounts(&dir)?,
+        Depth::User => {
+            own_mounts(&dir)?;
+            node_possible = node_possible.and(bail_string("it needs root with all its capabilities"));
+        }
         Depth::Root => {
             own_mounts(&dir)?;
             node_possible = node_possible.and(cgroups::mount_own().map_err(|e| format!("{e:#}")));
