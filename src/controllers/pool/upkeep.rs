@@ -1,154 +1,35 @@
-//! EC2 pools: what they need at AWS, their machines' upkeep, and what they show.
+//! The upkeep of a pool's machines: what no claim does with them.
 
-use std::{cmp::Reverse, collections::HashSet, sync::Arc, time::Duration};
+use std::{cmp::Reverse, collections::HashSet, time::Duration};
 
-use anyhow::{Context as _, Result, bail};
-use base64::{Engine, prelude::BASE64_STANDARD};
-use futures::StreamExt;
-use jiff::Timestamp;
-use kube::{
-    Api, ResourceExt,
-    runtime::{
-        controller::{Action, Controller},
-        events::EventType,
-        finalizer::{Event as Finalize, finalizer},
-    },
-};
-use paddock_record::{AgentConfig, Instance, State};
-use tokio_util::sync::CancellationToken;
+use jiff::{SignedDuration, Timestamp};
+use kube::{ResourceExt, runtime::events::EventType};
+use paddock_record::{Instance, State};
 
-use super::{Context, drive, mirror, reference, status};
+use super::{Trouble, at_aws};
 use crate::{
     api::{
-        Ec2Pool, FINALIZER, FailureReason, Hardware, LaunchTemplate, PoolKind, PoolReason, Queue, RunnerPool,
-        RunnerPoolStatus, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL, ready_condition, set_condition,
+        Ec2Pool, FailureReason, LaunchTemplate, PoolReason, RunnerPool, RunnerPoolStatus, TAG_CLUSTER,
+        TAG_INITIAL_RUN_ID, TAG_POOL,
     },
+    controllers::Context,
     effects::{aws::AwsError, records::Outcome},
     plan::{
-        fleet::{FleetRequest, client_token, pool_key, queue_name, template},
+        fleet::{FleetRequest, client_token},
         instance::{Tracked, Upkeep, upkeep},
         pickup::Needs,
-        user_data::user_data,
     },
 };
 
-/// How long a pool goes without a look when nothing happens: an instance outlives its threshold by no more.
-pub const REFRESH: Duration = Duration::from_secs(10);
-/// How often AWS is compared with what it should be.
-const VERIFY: Duration = Duration::from_secs(300);
 /// How often EC2 and the queues are compared with the records.
 const SWEEP: Duration = Duration::from_secs(30);
 /// An instance without a record is an orphan only once its record had time to be written.
-const ORPHAN_AGE: jiff::SignedDuration = jiff::SignedDuration::from_secs(60);
+const ORPHAN_AGE: SignedDuration = SignedDuration::from_secs(60);
 /// Machines ended in one sweep, so that a wrong clock cannot empty the fleet.
 const MAX_ENDS: usize = 20;
 
-pub async fn run(context: Arc<Context>, stop: CancellationToken) {
-    let changed = context.ledger.changes().filter_map(|change| {
-        std::future::ready(change.pool.split_once('/').map(|(namespace, name)| reference(namespace, name)))
-    });
-    let stores = &context.stores;
-    let controller =
-        Controller::for_shared_stream(stores.pools.stream(), stores.pools.store.clone()).reconcile_on(changed);
-    drive("pool", controller, context.clone(), stop, reconcile).await;
-}
-
-async fn reconcile(pool: Arc<RunnerPool>, context: Arc<Context>) -> Result<Action> {
-    let Some(Hardware::Ec2(_)) = pool.spec.hardware() else { return Ok(Action::await_change()) };
-    let api: Api<RunnerPool> = Api::namespaced(context.client.clone(), &pool.namespace().unwrap_or_default());
-    let work = finalizer(&api, FINALIZER, pool, |event| async {
-        match event {
-            Finalize::Apply(pool) => refresh(&context, &pool).await,
-            Finalize::Cleanup(pool) => remove(&context, &pool).await,
-        }
-        .map_err(Failure)
-    });
-    Ok(work.await?)
-}
-
-#[derive(Debug, thiserror::Error)]
-#[error("{0:#}")]
-struct Failure(anyhow::Error);
-
-/// Observe, keep up, show.
-async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
-    let Some(ec2) = &pool.spec.ec2 else { return Ok(Action::await_change()) };
-    let key = pool_key(&pool.namespace().unwrap_or_default(), &pool.name_any());
-    let mut new = pool.status.clone().unwrap_or_default();
-    new.kind = Some(PoolKind::Ec2);
-    new.observed_generation = pool.metadata.generation;
-    let timer = format!("prepare {key} {}", pool.metadata.generation.unwrap_or_default());
-    let prepared = match new.launch_template.is_some() && !context.timers.due(&timer, VERIFY) {
-        true => Ok(()),
-        false => prepare(context, pool, ec2, &mut new).await.inspect_err(|_| context.timers.reset(&timer)),
-    };
-    // Machines are looked after whatever became of the preparations: their time runs on.
-    let kept = match context.ledger.is_loaded() {
-        true => keep_up(context, pool, ec2, &key, &new).await,
-        false => Ok(()),
-    };
-    let outcome = match prepared.and(kept) {
-        Ok(()) => keep_warm(context, pool, ec2, &key, &new).await,
-        trouble => trouble,
-    };
-    let (reason, message) = outcome.err().unwrap_or((PoolReason::Ready, "the pool serves claims".to_owned()));
-    let instances = context.ledger.of_pool(&key);
-    mirror::mirror(context, pool, ec2, &instances).await?;
-    new.workers = mirror::counts(&instances);
-    let ready = reason == PoolReason::Ready;
-    let condition = ready_condition(ready, reason, message, pool.metadata.generation, Timestamp::now());
-    set_condition(&mut new.conditions, condition);
-    status::apply(&context.client, pool, pool.status.as_ref(), &new).await?;
-    Ok(Action::requeue(REFRESH))
-}
-
-/// Why a pool is not ready.
-pub type Trouble = (PoolReason, String);
-
-fn at_aws(error: AwsError) -> Trouble {
-    let reason = match error {
-        AwsError::Denied { .. } => PoolReason::AwsDenied,
-        AwsError::Throttled { .. } | AwsError::Unreachable { .. } => PoolReason::AwsUnavailable,
-        AwsError::Refused { .. } => PoolReason::InvalidSpec,
-    };
-    (reason, error.to_string())
-}
-
-/// Table, queues and launch template, made or mended; asked for anew when the spec changed or some time has passed.
-async fn prepare(
-    context: &Context,
-    pool: &RunnerPool,
-    ec2: &Ec2Pool,
-    new: &mut RunnerPoolStatus,
-) -> Result<(), Trouble> {
-    let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
-    let key = pool_key(&namespace, &name);
-    let cluster = &context.settings.cluster_name;
-    if !context.ledger.load().await.map_err(at_aws)? {
-        return Err((PoolReason::Preparing, "the DynamoDB table is being created".into()));
-    }
-    let mut queues = Vec::new();
-    for class in &ec2.resource_classes {
-        let queue = queue_name(cluster, &namespace, &name, &class.name);
-        let url = context.queues.ensure(&queue, ec2.lifetimes.idle.into()).await.map_err(at_aws)?;
-        queues.push(Queue { resource_class: class.name.clone(), url });
-    }
-    new.queues = queues;
-    let config = AgentConfig {
-        pre_runner_script: ec2.pre_runner_script.clone().unwrap_or_default(),
-        scrub_script: ec2.reuse.scrub_script.clone(),
-        runner_version: Some(ec2.runner_version.clone()),
-        ..AgentConfig::new(cluster, &key, ec2.lifetimes.created.into())
-    };
-    let script = user_data(&config, &ec2.agent.url, &ec2.agent.sha256)
-        .map_err(|error| (PoolReason::UserDataTooLarge, error.to_string()))?;
-    let wanted = template(cluster, &namespace, &name, ec2, BASE64_STANDARD.encode(script));
-    new.launch_template = Some(context.machines.ensure_template(&wanted).await.map_err(at_aws)?);
-    Ok(())
-}
-
 /// Moves machines that no claim moves, ends those whose time is up, and compares records with EC2 from time to time.
-async fn keep_up(
+pub(super) async fn keep_up(
     context: &Context,
     pool: &RunnerPool,
     ec2: &Ec2Pool,
@@ -173,7 +54,7 @@ async fn keep_up(
                 context.end_instance(id, reason, &why).await.map_err(at_aws)?;
             }
         }
-        let retention = jiff::SignedDuration::try_from(context.settings.retention).unwrap_or(jiff::SignedDuration::MAX);
+        let retention = SignedDuration::try_from(context.settings.retention).unwrap_or(SignedDuration::MAX);
         let record = &tracked.record;
         if record.state == State::Terminated && now.duration_since(record.updated_at) > retention {
             context.ledger.forget(&record.instance_id).await.map_err(at_aws)?;
@@ -305,7 +186,8 @@ async fn sweep(context: &Context, key: &str) -> Result<(), AwsError> {
     Ok(())
 }
 
-async fn keep_warm(
+/// Has machines created until `minIdle` of them are idle or on their way.
+pub(super) async fn keep_warm(
     context: &Context,
     pool: &RunnerPool,
     ec2: &Ec2Pool,
@@ -355,61 +237,4 @@ async fn keep_warm(
         return Err((PoolReason::AwsUnavailable, format!("EC2 gave none of {missing} warm machines: {causes}")));
     }
     Ok(())
-}
-
-/// A deleted pool waits for its claims, then ends its machines and takes down what it had at AWS.
-async fn remove(context: &Context, pool: &RunnerPool) -> Result<Action> {
-    let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
-    let key = pool_key(&namespace, &name);
-    let ec2 = pool.spec.ec2.as_ref().context("an EC2 pool")?;
-    let mut new = pool.status.clone().unwrap_or_default();
-    let trouble = match context.ledger.load().await {
-        Ok(true) => keep_up(context, pool, ec2, &key, &new).await.err(),
-        Ok(false) => Some((PoolReason::Deleting, "the DynamoDB table is being created".into())),
-        Err(error) => Some(at_aws(error)),
-    };
-    let holders: HashSet<_> = context
-        .ledger
-        .of_pool(&key)
-        .into_iter()
-        .filter(|tracked| tracked.record.state != State::Terminated && !tracked.record.claim.is_empty())
-        .map(|tracked| tracked.record.claim)
-        .collect();
-    let outcome = match trouble {
-        Some(trouble) => Err(trouble),
-        None if holders.is_empty() => take_down(context, pool, ec2, &key).await.map_err(at_aws),
-        None => {
-            let message = format!("waiting for {} claims that hold machines to be deleted or to end", holders.len());
-            Err((PoolReason::Deleting, message))
-        }
-    };
-    match outcome {
-        Ok(()) => Ok(Action::await_change()),
-        Err((reason, message)) => {
-            let condition = ready_condition(false, reason, &message, pool.metadata.generation, Timestamp::now());
-            set_condition(&mut new.conditions, condition);
-            status::apply(&context.client, pool, pool.status.as_ref(), &new).await?;
-            // An error keeps the finalizer.
-            bail!("pool {key} cannot go yet: {message}")
-        }
-    }
-}
-
-async fn take_down(context: &Context, pool: &RunnerPool, ec2: &Ec2Pool, key: &str) -> Result<(), AwsError> {
-    let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
-    for tracked in context.ledger.of_pool(key) {
-        if tracked.record.state != State::Terminated {
-            let why = "its pool was deleted";
-            context.end_instance(&tracked.record.instance_id, FailureReason::CreationAborted, why).await?;
-        }
-        context.ledger.forget(&tracked.record.instance_id).await?;
-    }
-    let cluster = &context.settings.cluster_name;
-    let described = context.machines.of_pool(cluster, key).await?;
-    let left: Vec<_> = described.into_iter().filter(|d| !d.gone).map(|d| d.id).collect();
-    context.machines.terminate(&left).await?;
-    for queue in pool.status.iter().flat_map(|status| &status.queues) {
-        context.queues.remove(&queue.url).await?;
-    }
-    context.machines.remove_template(&template(cluster, &namespace, &name, ec2, String::new()).name).await
 }
