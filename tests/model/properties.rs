@@ -1,0 +1,82 @@
+//! What must hold, by the invariants of the project.
+
+use paddock_record::State;
+use stateright::Property;
+
+use crate::{protocol::Protocol, world::*};
+
+pub const OWNER: &str = "I1: a machine is registered for its owner alone, and a free one for nobody";
+pub const STOLEN: &str = "I1: an owner is never replaced";
+pub const ONCE: &str = "I2: an order is launched once";
+pub const LEAK: &str = "I2: in quiet, every machine has a live record, and every live record a machine";
+pub const STRAND: &str = "I3: in quiet, every idle machine is offered";
+pub const ALL_OR_NOTHING: &str =
+    "I4: in quiet, a Ready claim holds its count, in service, and one that is over nothing";
+pub const CONVERGES: &str = "I5: in quiet, no claim is on its way";
+pub const ARROWS: &str = "I6: only the allowed arrows";
+
+type Holds = fn(&Protocol, &World) -> bool;
+
+pub fn all() -> Vec<Property<Protocol>> {
+    let always: [(&'static str, Holds); 8] = [
+        (OWNER, |_, world| world.pairs().all(|(record, machine)| fits(record, machine))),
+        (STOLEN, |_, world| !world.stolen),
+        (ONCE, |protocol, world| {
+            let launched = |fleet: Option<Ids>| fleet.unwrap_or_default().iter().filter(|there| **there).count();
+            (0..CLAIMS).all(|claim| launched(world.fleets[claim]) <= protocol.counts[claim] as usize)
+        }),
+        (LEAK, |protocol, world| {
+            let agree = |(record, machine): (Option<Record>, Machine)| {
+                record.is_some_and(|record| record.is_live()) == (machine.ec2 == Ec2::Running)
+            };
+            world.pairs().all(agree) || !protocol.is_quiet(world)
+        }),
+        (STRAND, |protocol, world| {
+            let idle = |id: usize| world.table[id].is_some_and(|record| record.state == State::Idle);
+            (0..MACHINES).all(|id| !idle(id) || world.shown[id] > 0) || !protocol.is_quiet(world)
+        }),
+        (ALL_OR_NOTHING, |protocol, world| {
+            (0..CLAIMS).all(|claim| whole(protocol, world, claim)) || !protocol.is_quiet(world)
+        }),
+        (CONVERGES, |protocol, world| {
+            let settled = |claim: &Claim| !claim.deleting && claim.phase != Phase::Working;
+            world.claims.iter().flatten().all(settled) || !protocol.is_quiet(world)
+        }),
+        (ARROWS, |_, world| !world.wrong_arrow),
+    ];
+    let always = always.map(|(name, holds)| Property::always(name, holds));
+    always.into_iter().chain([Property::sometimes("a claim is Ready and all is quiet", ready as Holds)]).collect()
+}
+
+fn ready(protocol: &Protocol, world: &World) -> bool {
+    world.claims.iter().flatten().any(|claim| claim.phase == Phase::Ready) && protocol.is_quiet(world)
+}
+
+fn fits(record: Option<Record>, machine: Machine) -> bool {
+    let Some(record) = record.filter(|_| machine.ec2 == Ec2::Running) else { return true };
+    match record.state {
+        State::Created | State::Claimed => machine.serving.is_none() || machine.serving == record.run,
+        State::Running => machine.serving == record.run,
+        State::Idle => machine.serving.is_none() || !record.is_free(),
+        State::Terminated => true,
+    }
+}
+
+fn whole(protocol: &Protocol, world: &World, claim: usize) -> bool {
+    let held: Vec<_> = world.table.iter().flatten().filter(|r| r.is_live() && r.run == Some(claim)).collect();
+    let count = protocol.counts[claim] as usize;
+    match world.claims[claim].map(|claim| claim.phase) {
+        Some(Phase::Working) => true,
+        Some(Phase::Ready) => {
+            let short = world.lost && held.len() < count;
+            (short || held.len() == count) && held.iter().all(|record| record.state == State::Running)
+        }
+        Some(Phase::Over) | None => held.is_empty(),
+    }
+}
+
+impl World {
+    fn pairs(&self) -> impl Iterator<Item = (Option<Record>, Machine)> {
+        self.table.into_iter().zip(self.machines)
+    }
+}

@@ -1,0 +1,371 @@
+//! What can happen, and what it does.
+
+use paddock_record::{Signal, State};
+use stateright::{Model, Property};
+
+use crate::{
+    operator::{Next, only, pickup},
+    properties,
+    world::*,
+};
+
+/// One way to break the protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mutant {
+    None,
+    /// A message is deleted when it is received, as a queue seems to ask for, and no offer is restored.
+    DeletesFirst,
+    NeverRestores,
+    /// idle → claimed without a condition.
+    ClaimsBlindly,
+    /// idle → claimed whatever `leaving` says.
+    IgnoresLeaving,
+    /// Each `CreateFleet` has a token of its own.
+    OrdersAnew,
+    /// Orphans are left alone.
+    NeverSweeps,
+    /// The condition of a write names the state and the run that were seen, and not `leaving`.
+    ForgetsLeaving,
+    /// What a claim holds beyond its count is left to its threshold.
+    KeepsSurplus,
+    /// Offers are restored by the number of messages alone.
+    RestoresByCount,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Start {
+    Pooled,
+    /// Launched to be kept warm.
+    Warming,
+    /// EC2 can launch it.
+    Absent,
+    /// EC2 has no capacity for it.
+    Never,
+}
+
+#[derive(Clone, Debug)]
+pub struct Protocol {
+    pub machines: [Start; MACHINES],
+    /// How many machines each claim wants; none when there is no such claim.
+    pub counts: [u32; CLAIMS],
+    /// The first so many may be deleted.
+    pub deletable: usize,
+    pub keep_warm: bool,
+    pub faults: Faults,
+    pub mutant: Mutant,
+}
+
+/// Who has a write on its way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Who {
+    Claim(usize),
+    Pool,
+    Former,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// The leader reads the table anew.
+    Load,
+    /// A claim polls the queue and is shown a machine's message, or none until the pool counts as exhausted.
+    Receive(usize, Option<usize>),
+    /// A write is sent and arrives.
+    Do(Who, Write),
+    /// A write is sent, and others come first.
+    Send(Who, Write),
+    Arrive(Who),
+    Agent(usize, Machine),
+    /// A hidden message shows itself again.
+    Reappear(usize),
+    /// Only the end of its time moves a record whose claim is gone.
+    Expire(usize),
+    // From here on what may happen, and need not.
+    Delete(usize),
+    /// The leader dies or loses the lease, perhaps with a write on its way; the next one reads the table.
+    Crash(Option<Write>),
+    Redeliver(usize),
+    Tick(usize),
+    Kill(usize),
+}
+
+impl World {
+    fn on_its_way(&mut self, who: Who) -> &mut Option<Write> {
+        match who {
+            Who::Claim(claim) => &mut self.leader.claims[claim].next,
+            Who::Pool => &mut self.leader.pool,
+            Who::Former => &mut self.late,
+        }
+    }
+}
+
+impl Protocol {
+    pub fn deletes_first(&self) -> bool {
+        self.mutant == Mutant::DeletesFirst
+    }
+
+    /// What happens by itself, sooner or later, whatever the leader decides; gives the writes that are on their way.
+    fn events(&self, world: &World, actions: &mut Vec<Action>) -> Vec<Write> {
+        if world.leader.ledger != world.table {
+            actions.push(Action::Load);
+        }
+        let senders = [Who::Claim(0), Who::Claim(1), Who::Pool, Who::Former];
+        let sent: Vec<_> = senders.into_iter().filter_map(|who| Some((who, (*{ *world }.on_its_way(who))?))).collect();
+        actions.extend(sent.iter().map(|(who, _)| Action::Arrive(*who)));
+        actions.extend((0..MACHINES).filter_map(|id| Some(Action::Agent(id, world.agent(id)?))));
+        actions.extend((0..MACHINES).filter(|id| world.hidden[*id] > 0).map(Action::Reappear));
+        actions.extend((0..MACHINES).filter(|id| world.is_orphaned(*id)).map(Action::Expire));
+        sent.into_iter().map(|(_, write)| write).collect()
+    }
+
+    /// What the leader may do next; gives the writes among it.
+    fn decisions(&self, world: &World, actions: &mut Vec<Action>) -> Vec<Write> {
+        let mut writes: Vec<_> = self.pool(world).into_iter().map(|write| (Who::Pool, write)).collect();
+        for claim in 0..CLAIMS {
+            match self.claim(world, claim) {
+                Next::Nothing => {}
+                Next::Write(write) => writes.push((Who::Claim(claim), write)),
+                Next::Receive => {
+                    let shown = (0..MACHINES).filter(|id| world.shown[*id] > 0);
+                    actions.extend(shown.map(Some).chain([None]).map(|shown| Action::Receive(claim, shown)));
+                }
+            }
+        }
+        actions.extend(writes.iter().map(|(who, write)| match write {
+            // An idle record is moved by claims and the pool alike; elsewhere nobody comes first.
+            Write::Advance { seen, .. } if seen.state == State::Idle => Action::Send(*who, *write),
+            _ => Action::Do(*who, *write),
+        }));
+        writes.into_iter().map(|(_, write)| write).collect()
+    }
+
+    /// Nothing happens any more unless somebody wants something or something breaks.
+    pub fn is_quiet(&self, world: &World) -> bool {
+        let mut actions = Vec::new();
+        self.events(world, &mut actions);
+        if actions.is_empty() {
+            self.decisions(world, &mut actions);
+        }
+        actions.is_empty()
+    }
+
+    fn faults(&self, world: &World, writes: Vec<Write>, actions: &mut Vec<Action>) {
+        let deletable = |claim: &usize| world.claims[*claim].is_some_and(|claim| !claim.deleting);
+        actions.extend((0..self.deletable).filter(deletable).map(Action::Delete));
+        if world.left.crashes > 0 {
+            // A late termination is a kill, a late offer a message delivered again, a late deletion none at all.
+            let lasting = |write: &Write| {
+                matches!(write, Write::Advance { .. } | Write::Enter(..) | Write::Fleet(..) | Write::Status(..))
+            };
+            let late = writes.into_iter().filter(|write| world.late.is_none() && lasting(write));
+            actions.extend(late.map(Some).chain([None]).map(Action::Crash));
+        }
+        for (id, machine) in world.machines.iter().enumerate() {
+            let Some(record) = world.table[id] else { continue };
+            if world.left.messages > 0 && record.state != State::Created {
+                actions.push(Action::Redeliver(id));
+            }
+            if world.left.ticks > 0 && machine.age != Age::Expired && record.is_live() {
+                actions.push(Action::Tick(id));
+            }
+            if world.left.kills > 0 && machine.ec2 == Ec2::Running {
+                actions.push(Action::Kill(id));
+            }
+        }
+    }
+
+    /// The write arrives. What comes back is what its sender sends next.
+    fn arrive(&self, world: &mut World, who: Who, write: Write) -> Option<Write> {
+        let leads = who != Who::Former;
+        match write {
+            Write::Advance { id, seen, next, fresh } => {
+                let won = self.advance(world, id, seen, next, fresh);
+                if leads {
+                    world.know(id);
+                }
+                match (who, won) {
+                    (Who::Claim(claim), _) if (seen.state, next.state) == (State::Idle, State::Claimed) => {
+                        let idle = world.table[id].is_some_and(|there| there.state == State::Idle);
+                        Some(if idle { Write::PutBack(claim) } else { Write::DeleteMessage(claim) })
+                    }
+                    (_, true) if !next.is_live() => Some(Write::Terminate(id)),
+                    (_, true) if next.is_free() && fresh => Some(Write::Offer(only(id), None)),
+                    _ => None,
+                }
+            }
+            Write::Enter(id, claim) => {
+                world.table[id].get_or_insert(Record::new(State::Created, Some(claim)));
+                if leads {
+                    world.know(id);
+                }
+                None
+            }
+            Write::Fleet(claim, count) => {
+                let before = world.fleets[claim].unwrap_or_default();
+                let again = world.fleets[claim].is_some() && self.mutant != Mutant::OrdersAnew;
+                let absent = (0..MACHINES).filter(|id| world.machines[*id].ec2 == Ec2::Absent && !again);
+                let new: Vec<_> = absent.take(count as usize).collect();
+                new.iter().for_each(|id| world.machines[*id].ec2 = Ec2::Running);
+                world.fleets[claim] = Some(std::array::from_fn(|id| before[id] || new.contains(&id)));
+                if let Who::Claim(claim) = who {
+                    let answer = std::array::from_fn(|id| if again { before[id] } else { new.contains(&id) });
+                    world.leader.claims[claim].fleet = Some(answer);
+                }
+                None
+            }
+            Write::Terminate(id) => {
+                world.end(id);
+                None
+            }
+            Write::Offer(mut ids, leaving) => {
+                let id = ids.iter().position(|wanted| *wanted).expect("there is one to offer");
+                (world.leader.offered[id], ids[id]) = (true, false);
+                world.shown[id] += 1;
+                let clear = |seen| Write::Advance {
+                    id,
+                    seen,
+                    next: Record { leaving: None, sealed: false, ..seen },
+                    fresh: false,
+                };
+                leaving.map(clear).or_else(|| ids.contains(&true).then_some(Write::Offer(ids, None)))
+            }
+            Write::DeleteMessage(claim) => {
+                world.leader.claims[claim].hand = None;
+                None
+            }
+            Write::PutBack(claim) => {
+                if let Some(id) = world.leader.claims[claim].hand.take().filter(|_| !self.deletes_first()) {
+                    world.shown[id] += 1;
+                }
+                None
+            }
+            Write::Status(claim, phase, order) => {
+                if let Some(there) = &mut world.claims[claim] {
+                    (there.phase, there.order) = (phase, order);
+                }
+                if order == Order::Settled && leads {
+                    world.leader.claims[claim].fleet = None;
+                }
+                None
+            }
+            Write::Finalize(claim) => {
+                world.claims[claim] = None;
+                None
+            }
+        }
+    }
+
+    /// `Records::advance`: wins only if the record is still what was seen and, unless it ends, in its time.
+    fn advance(&self, world: &mut World, id: usize, seen: Record, next: Record, fresh: bool) -> bool {
+        let Some(there) = world.table[id] else { return false };
+        let claims = (seen.state, next.state) == (State::Idle, State::Claimed);
+        let free = match self.mutant {
+            Mutant::IgnoresLeaving => true,
+            Mutant::ForgetsLeaving => !claims || there.leaving.is_none(),
+            _ => there.leaving == seen.leaving && (!claims || there.leaving.is_none()),
+        };
+        let in_time = !next.is_live() || world.machines[id].age != Age::Expired;
+        let won = there.state == seen.state && there.run == seen.run && free && in_time;
+        if !won && !(claims && self.mutant == Mutant::ClaimsBlindly) {
+            return false;
+        }
+        world.stolen |= there.run.is_some_and(|owner| next.run.is_some_and(|run| run != owner));
+        world.wrong_arrow |= there.state != next.state && !there.state.may_become(next.state);
+        world.table[id] = Some(next);
+        if fresh {
+            let machine = &mut world.machines[id];
+            machine.age = Age::Fresh;
+            // What was said before this move does not count.
+            if machine.said.is_some_and(|(signal, _)| signal == Signal::Deregistered) {
+                machine.said = Some((Signal::ScriptOk, None));
+            }
+        }
+        true
+    }
+}
+
+impl Model for Protocol {
+    type State = World;
+    type Action = Action;
+
+    fn init_states(&self) -> Vec<World> {
+        let claims = self.counts.map(|count| (count > 0).then(Claim::default));
+        let mut world = World { claims, left: self.faults, ..World::default() };
+        for (id, start) in self.machines.into_iter().enumerate() {
+            let (record, ec2, said) = match start {
+                Start::Pooled => (Some(State::Idle), Ec2::Running, Some((Signal::ScriptOk, None))),
+                Start::Warming => (Some(State::Created), Ec2::Running, None),
+                Start::Absent => (None, Ec2::Absent, None),
+                Start::Never => (None, Ec2::Gone, None),
+            };
+            world.table[id] = record.map(|state| Record::new(state, None));
+            world.machines[id] = Machine { ec2, said, ..Machine::default() };
+            world.shown[id] = u8::from(start == Start::Pooled);
+            world.leader.offered[id] = start == Start::Pooled;
+        }
+        world.leader.ledger = world.table;
+        vec![world]
+    }
+
+    fn actions(&self, world: &World, actions: &mut Vec<Action>) {
+        let mut writes = self.events(world, actions);
+        writes.extend(self.decisions(world, actions));
+        self.faults(world, writes, actions);
+    }
+
+    fn next_state(&self, last: &World, action: Action) -> Option<World> {
+        let mut world = *last;
+        match action {
+            Action::Load => (0..MACHINES).for_each(|id| world.know(id)),
+            Action::Receive(claim, shown) => {
+                let yes = pickup(shown.map(|id| (id, &last.machines[id])));
+                let mind = &mut world.leader.claims[claim];
+                (mind.exhausted, mind.hand) = (shown.is_none() && yes, shown.filter(|_| yes));
+                shown.iter().for_each(|id| world.shown[*id] -= 1);
+            }
+            Action::Send(who, write) => *world.on_its_way(who) = Some(write),
+            Action::Do(who, write) => *world.on_its_way(who) = self.arrive(&mut world, who, write),
+            Action::Arrive(who) => {
+                let write = world.on_its_way(who).take().expect("it is on its way");
+                let next = self.arrive(&mut world, who, write);
+                *world.on_its_way(who) = next.filter(|_| who != Who::Former);
+            }
+            Action::Agent(id, machine) => world.machines[id] = machine,
+            Action::Reappear(id) => {
+                world.hidden[id] -= 1;
+                world.shown[id] += 1;
+            }
+            Action::Expire(id) => world.machines[id].age = Age::Expired,
+            Action::Delete(claim) => world.claims[claim] = world.claims[claim].map(|c| Claim { deleting: true, ..c }),
+            Action::Crash(late) => {
+                world.left.crashes -= 1;
+                world.late = late.or(world.late);
+                for id in world.leader.claims.iter().filter_map(|mind| mind.hand).filter(|_| !self.deletes_first()) {
+                    world.hidden[id] += 1;
+                }
+                world.leader = Leader { ledger: world.table, ..Leader::default() };
+            }
+            Action::Redeliver(id) => {
+                world.left.messages -= 1;
+                world.shown[id] += 1;
+            }
+            Action::Tick(id) => {
+                world.left.ticks -= 1;
+                let running = world.table[id].is_some_and(|record| record.state == State::Running);
+                let over = running || world.machines[id].age == Age::Late;
+                world.machines[id].age = if over { Age::Expired } else { Age::Late };
+                world.lost |= over;
+            }
+            Action::Kill(id) => {
+                world.left.kills -= 1;
+                world.lost = true;
+                world.end(id);
+            }
+        }
+        world.tidy();
+        Some(world)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        properties::all()
+    }
+}
