@@ -1,0 +1,10 @@
+//! The kubelet's gRPC interface, from its own description and without `protoc`.
+
+use std::error::Error;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo::rerun-if-changed=proto/deviceplugin.proto");
+    let descriptors = protox::compile(["deviceplugin.proto"], ["proto"])?;
+    tonic_prost_build::configure().compile_fds(descriptors)?;
+    Ok(())
+}
