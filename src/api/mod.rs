@@ -51,6 +51,16 @@ pub const LABEL_POOL: &str = "paddock.dev/pool";
 pub const LABEL_CLAIM: &str = "paddock.dev/claim";
 pub const LABEL_ENTITY: &str = "paddock.dev/entity";
 
+/// Annotations of claims: what webhooks told, written by whichever replica heard it. They only ever move forward, and
+/// the status follows them.
+///
+/// How far the claim's job is: `queued`, `in_progress` or `completed`.
+pub const ANNOTATION_JOB_STATE: &str = "paddock.dev/job-state";
+/// The runner that took the job: its number at GitHub, a slash, its name.
+pub const ANNOTATION_JOB_RUNNER: &str = "paddock.dev/job-runner";
+/// `completed` once the claim's workflow run is over.
+pub const ANNOTATION_RUN_STATE: &str = "paddock.dev/run-state";
+
 /// Tags of EC2 instances.
 pub const TAG_CLUSTER: &str = "paddock:cluster";
 pub const TAG_POOL: &str = "paddock:pool";
