@@ -265,7 +265,7 @@ impl Protocol {
         };
         let in_time = !next.is_live() || world.machines[id].age != Age::Expired;
         let won = there.state == seen.state && there.run == seen.run && free && in_time;
-        if !won && !(claims && self.mutant == Mutant::ClaimsBlindly) {
+        if !(won || claims && self.mutant == Mutant::ClaimsBlindly) {
             return false;
         }
         world.stolen |= there.run.is_some_and(|owner| next.run.is_some_and(|run| run != owner));
