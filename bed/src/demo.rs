@@ -66,8 +66,10 @@ async fn play(isolated: Isolated, stay: bool) -> Result<()> {
     if !stay {
         let delete = ["delete", "rclaim", "build", "-n", NAMESPACE];
         step("the claim is deleted, the machine goes back to the pool", async {
+            let name = ["get", "rclaim", "build", "-n", NAMESPACE, "-o", "jsonpath={.status.workers[0].name}"];
+            let worker = succeeded("kubectl get", stage.kube.kubectl(&name).await?)?;
             succeeded("kubectl delete", stage.kube.kubectl(&delete).await?)?;
-            until_idle(&stage).await
+            until(&stage, &format!("worker/{worker}"), "{.status.state}=idle").await
         })
         .await?;
         show(&stage, "rpools,workers").await?;
@@ -81,13 +83,13 @@ async fn warm_pool(stage: &Stage) -> Result<()> {
     stage.namespace(NAMESPACE).await?;
     let pool = stage.ec2_pool(NAMESPACE, "linux", json!({ "minIdle": 1, "maxInstances": 4 }));
     stage.kube.apply(&pool.to_string()).await?;
-    until_idle(stage).await
+    until(stage, "rpool/linux", "{.status.workers.idle}=1").await
 }
 
-async fn until_idle(stage: &Stage) -> Result<()> {
-    let path = "--for=jsonpath={.status.workers.idle}=1";
-    let wait = ["wait", "rpool", "linux", "-n", NAMESPACE, path, "--timeout=120s"];
-    succeeded("waiting for an idle machine", stage.kube.kubectl(&wait).await?).map(drop)
+async fn until(stage: &Stage, object: &str, condition: &str) -> Result<()> {
+    let condition = format!("--for=jsonpath={condition}");
+    let wait = ["wait", object, "-n", NAMESPACE, &condition, "--timeout=120s"];
+    succeeded("kubectl wait", stage.kube.kubectl(&wait).await?).map(drop)
 }
 
 /// Shows `kubectl get --watch` until the claim is Ready.

@@ -1,6 +1,9 @@
 //! `paddock-bed`: the test bed's own program.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -39,12 +42,22 @@ enum Command {
     },
 }
 
-fn main() -> Result<ExitCode> {
-    match Arguments::parse().command {
-        Command::Bench => bench::run()?,
-        Command::Demo => demo::run()?,
-        Command::Image { out, binary, tag } => operator_image(&tag, &binary)?.write(&out)?,
-        Command::Runner { arguments } => return Ok(runner::main(arguments)),
+fn main() -> ExitCode {
+    let outcome = match Arguments::parse().command {
+        Command::Bench => bench::run(),
+        Command::Demo => demo::run(),
+        Command::Image { out, binary, tag } => image(&out, &binary, &tag),
+        Command::Runner { arguments } => return runner::main(arguments),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("paddock-bed: {error:#}");
+            ExitCode::FAILURE
+        }
     }
-    Ok(ExitCode::SUCCESS)
+}
+
+fn image(out: &Path, binary: &Path, tag: &str) -> Result<()> {
+    operator_image(tag, binary)?.write(out)
 }
