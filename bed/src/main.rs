@@ -21,8 +21,11 @@ struct Arguments {
 enum Command {
     /// Show a claim going Ready, and stay until Ctrl-C; with CI set or without a terminal, end by itself
     Demo,
-    /// Measure a warm claim against the same done by hand
-    Bench,
+    /// Measure, beside what the bed's own parts take for the same
+    Bench {
+        /// All parts unless some are named
+        parts: Vec<bench::Part>,
+    },
     /// Build the operator's OCI image, without a container engine
     Image {
         /// The archive to write, for `docker load`, `skopeo copy oci-archive:…` or `ctr images import`
@@ -44,7 +47,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let outcome = match Arguments::parse().command {
-        Command::Bench => bench::run(),
+        Command::Bench { parts } => bench::run(&parts),
         Command::Demo => demo::run(),
         Command::Image { out, binary, tag } => image(&out, &binary, &tag),
         Command::Runner { arguments } => return runner::main(arguments),

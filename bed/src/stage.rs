@@ -58,6 +58,15 @@ impl Stage {
     /// Starts all parts. With `validate` GitHub's simulator holds everything it is asked and answers against GitHub's
     /// own schemas, which the tool `github-schemas` brings.
     pub async fn start(isolated: &Isolated, validate: bool) -> Result<Self> {
+        Self::start_with(isolated, validate, machines::Options::default()).await
+    }
+
+    /// Starts all parts, with instances on which nothing runs.
+    pub async fn start_unmanned(isolated: &Isolated) -> Result<Self> {
+        Self::start_with(isolated, false, machines::Options { unmanned: true, ..Default::default() }).await
+    }
+
+    async fn start_with(isolated: &Isolated, validate: bool, options: machines::Options) -> Result<Self> {
         let dir = isolated.dir.clone();
         let kube = async {
             let kube = ControlPlane::start(&dir, isolated.address).await?;
@@ -75,7 +84,7 @@ impl Stage {
         let ami = dir.join("ami");
         let runner = binary("paddock-bed-runner")?;
         write_runner_dir(&ami.join("opt/actions-runner"), &[&runner.to_string_lossy()])?;
-        let machines = machines::Machines::start(&aws, machines::Options { ami: Some(ami), ..Default::default() })?;
+        let machines = machines::Machines::start(&aws, machines::Options { ami: Some(ami), ..options })?;
         let agent = aws.serve_file(&binary("paddock-agent")?)?;
 
         github.organization(ORGANIZATION);

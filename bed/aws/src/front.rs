@@ -26,6 +26,7 @@ use crate::{
     form::Form,
     instances::Instances,
     line::Line,
+    records::Records,
     sqs::{self, Queues},
 };
 
@@ -82,6 +83,7 @@ pub struct Front {
     pub catalogue: Catalogue,
     pub queues: Queues,
     pub instances: Instances,
+    pub records: Records,
     pub fleets: Fleets,
     /// Files to be fetched, by the path they are served at.
     pub files: Mutex<HashMap<String, PathBuf>>,
@@ -138,7 +140,10 @@ impl Front {
         let front = self.clone();
         let work = async move {
             let outcome = match call.service {
-                Service::DynamoDb => front.forward(&call, call.body.clone()).await,
+                Service::DynamoDb => {
+                    let answer = front.forward(&call, call.body.clone()).await;
+                    answer.inspect(|answer| front.records.note(&call, answer))
+                }
                 Service::Sqs => sqs::perform(&front, call, quirk).await,
                 Service::Ec2 => ec2::perform(&front, &call.action, call.form(), quirk).await,
             };

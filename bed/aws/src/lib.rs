@@ -16,6 +16,7 @@ mod imds;
 mod instances;
 mod line;
 pub mod machines;
+mod records;
 mod sqs;
 mod xml;
 
@@ -30,13 +31,16 @@ use anyhow::{Context, Result, anyhow, bail};
 use paddock_bed_process::tool;
 use roxmltree::Document;
 use sha2::{Digest, Sha256};
-use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::{
+    runtime::{Builder, Handle, Runtime},
+    sync::mpsc::UnboundedReceiver,
+};
 
 pub use crate::{
     call::Service,
     capacity::{Limit, Usage},
     front::Calls,
-    instances::{Instance, InstanceState, Shutdown},
+    instances::{Event, Instance, InstanceState, Shutdown},
 };
 use crate::{
     catalogue::Catalogue,
@@ -160,6 +164,21 @@ impl Aws {
         self.front.instances.list()
     }
 
+    /// Launches and ends from now on, preceded by the launch of what runs already.
+    pub fn watch_instances(&self) -> UnboundedReceiver<Event> {
+        self.front.instances.watch()
+    }
+
+    /// The instances whose records are written from now on, each as soon as DynamoDB has said yes.
+    pub fn watch_records(&self) -> UnboundedReceiver<String> {
+        self.front.records.watch()
+    }
+
+    /// DynamoDB itself, behind the front: what goes there is neither counted nor harmed.
+    pub fn dynamodb_url(&self) -> &str {
+        &self.front.dynamodb.url
+    }
+
     /// Terminates as the cloud would, unseen by the counters and the faults.
     pub async fn terminate(&self, id: &str) -> Result<()> {
         let (front, id) = (self.front.clone(), id.to_owned());
@@ -230,6 +249,7 @@ async fn prepare(dir: PathBuf) -> Result<Aws> {
         catalogue: catalogue.await??,
         queues: Default::default(),
         instances: Default::default(),
+        records: Default::default(),
         fleets: Default::default(),
         files: Default::default(),
         moto: Default::default(),

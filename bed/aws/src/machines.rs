@@ -45,6 +45,8 @@ pub struct Options {
     pub ami: Option<PathBuf>,
     /// The time from launch to user data.
     pub boot_delay: Duration,
+    /// No machine boots at all: somebody else plays the agents of the instances.
+    pub unmanned: bool,
     /// The first so many machines never get to their user data.
     pub failing_boots: u32,
     /// Additions to the machines' environment.
@@ -192,6 +194,7 @@ impl Park {
         while let Some(event) = events.recv().await {
             let park = self.clone();
             match event {
+                Event::Launched(_) if self.options.unmanned => {}
                 Event::Launched(instance) => {
                     tokio::spawn(async move {
                         if let Err(error) = park.boot(*instance).await {

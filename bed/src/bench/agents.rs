@@ -1,0 +1,262 @@
+//! Light stand-ins of `paddock-agent`, all in this program: each has its own key, beats every 5 s, looks at its record
+//! every 50 ms and answers at once, with the records and the seals of the real one.
+//!
+//! They do not register with GitHub; they open the token that is sealed to them and say so. A thousand of them looking
+//! twenty times a second would be all that the emulated DynamoDB does, so a look that would bring nothing new is left
+//! out (the front says whose record was written), and reads and writes go in batches, past the front, which counts and
+//! delays nothing but the operator's calls.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, bail, ensure};
+use aws_sdk_dynamodb::{
+    Client,
+    types::{AttributeValue, KeysAndAttributes, PutRequest, WriteRequest},
+};
+use jiff::Timestamp;
+use paddock_record::{HEARTBEAT, Heartbeat, Instance, KeyPair, PublicKey, Signal, State, WorkerSignal, entity, key};
+use tokio::{sync::mpsc::UnboundedReceiver, task::AbortHandle};
+
+use crate::aws::{Aws, Event};
+
+/// How often each agent looks at its record.
+pub const LOOK: Duration = Duration::from_millis(50);
+/// How fine the agents' clock is.
+const TICK: Duration = Duration::from_millis(5);
+/// What DynamoDB takes in one call.
+const READS: usize = 100;
+const WRITES: usize = 25;
+
+type Item = HashMap<String, AttributeValue>;
+
+pub struct Agents {
+    shared: Arc<Shared>,
+    tasks: [AbortHandle; 2],
+}
+
+struct Shared {
+    client: Client,
+    table: String,
+    start: Instant,
+    agents: Mutex<HashMap<String, Agent>>,
+}
+
+/// What an agent last said, when the record that made it speak was written, and when its word was in the table.
+#[derive(Clone, Debug)]
+pub struct Said {
+    pub signal: Signal,
+    pub run_id: String,
+    pub asked: Instant,
+    pub at: Instant,
+    stamp: Timestamp,
+}
+
+pub struct Agent {
+    key: KeyPair,
+    pub public: PublicKey,
+    /// Looks come at this time after each full interval.
+    phase: Duration,
+    look_at: Option<Instant>,
+    /// When the record was last written, and what it was when this agent last looked.
+    pub written: Instant,
+    pub record: Option<Instance>,
+    pub said: Option<Said>,
+}
+
+impl Agent {
+    /// Whether its machine is in the pool, ready to be claimed.
+    pub fn is_free(&self) -> bool {
+        self.look_at.is_none()
+            && self.record.as_ref().is_some_and(|record| record.state == State::Idle && record.leaving.is_empty())
+    }
+
+    /// What the record asks it to do and say.
+    fn answer(&self, record: &Instance) -> Result<Option<(Signal, String)>> {
+        let said = |signal, run: &str| self.said.as_ref().filter(|said| said.signal == signal && said.run_id == run);
+        let (run, leaving) = (&record.run_id, &record.leaving);
+        if !run.is_empty() {
+            if record.sealed.is_empty() || said(Signal::Registered, run).is_some() {
+                return Ok(None);
+            }
+            match self.key.open(&record.sealed) {
+                Ok(token) if !token.is_empty() => Ok(Some((Signal::Registered, run.clone()))),
+                other => bail!("{} cannot open its token: {:?}", record.instance_id, other.err()),
+            }
+        } else if !leaving.is_empty() {
+            let done = said(Signal::Deregistered, leaving).is_some_and(|said| said.stamp >= record.updated_at);
+            Ok((!done).then(|| (Signal::Deregistered, leaving.clone())))
+        } else {
+            Ok(None)
+        }
+    }
+}
+
+impl Agents {
+    /// Plays the agent of every instance that is launched from now on.
+    pub fn start(aws: &Aws, client: Client, table: String) -> Self {
+        let shared = Arc::new(Shared { client, table, start: Instant::now(), agents: Mutex::default() });
+        let play = tokio::spawn(shared.clone().play(aws.watch_instances(), aws.watch_records()));
+        let beat = tokio::spawn(shared.clone().beat());
+        Self { shared, tasks: [play.abort_handle(), beat.abort_handle()] }
+    }
+
+    /// Looks at all agents, by instance id.
+    pub fn look<T>(&self, at: impl FnOnce(&HashMap<String, Agent>) -> T) -> T {
+        at(&self.shared.agents())
+    }
+}
+
+impl Drop for Agents {
+    fn drop(&mut self) {
+        self.tasks.iter().for_each(AbortHandle::abort);
+    }
+}
+
+impl Shared {
+    fn agents(&self) -> MutexGuard<'_, HashMap<String, Agent>> {
+        self.agents.lock().expect("no agent panics")
+    }
+
+    async fn play(self: Arc<Self>, mut machines: UnboundedReceiver<Event>, mut records: UnboundedReceiver<String>) {
+        let mut ticks = tokio::time::interval(TICK);
+        loop {
+            ticks.tick().await;
+            let mut launched = Vec::new();
+            while let Ok(event) = machines.try_recv() {
+                match event {
+                    Event::Launched(instance) => launched.push(instance.id.clone()),
+                    Event::Ended(id) => drop(self.agents().remove(&id)),
+                }
+            }
+            if !launched.is_empty() {
+                tokio::spawn(self.clone().boot(launched));
+            }
+            while let Ok(id) = records.try_recv() {
+                self.notice(&id);
+            }
+            let now = Instant::now();
+            let mut due = Vec::new();
+            for (id, agent) in self.agents().iter_mut() {
+                if agent.look_at.take_if(|at| *at <= now).is_some() {
+                    due.push((id.clone(), agent.written));
+                }
+            }
+            for due in due.chunks(READS) {
+                tokio::spawn(self.clone().serve(due.to_vec()));
+            }
+        }
+    }
+
+    /// A record was written: its agent sees that when it next looks.
+    fn notice(&self, id: &str) {
+        let now = Instant::now();
+        if let Some(agent) = self.agents().get_mut(id) {
+            agent.written = now;
+            let since = now.duration_since(self.start).saturating_sub(agent.phase);
+            let looks = since.as_nanos().div_euclid(LOOK.as_nanos()) as u32 + 1;
+            agent.look_at = Some(self.start + agent.phase + LOOK * looks);
+        }
+    }
+
+    /// The machine is up: its agent has a key, and its script is done.
+    async fn boot(self: Arc<Self>, ids: Vec<String>) {
+        let keys = ids.iter().map(|_| KeyPair::generate()).map(|key| (key.public(), key));
+        let keys: Vec<_> = keys.collect();
+        let (now, stamp) = (Instant::now(), Timestamp::now());
+        let beats = ids.iter().zip(&keys).map(|(id, (public, _))| beat(id, public, stamp).to_item());
+        self.put(beats.collect()).await;
+        let ready = |id: &String| signal(id, Signal::ScriptOk, "", stamp).to_item();
+        self.put(ids.iter().map(ready).collect()).await;
+        let mut agents = self.agents();
+        for (id, (public, key)) in ids.into_iter().zip(keys) {
+            let phase = LOOK.mul_f64(rand::random());
+            // The record may have been written before the agent was up.
+            let look_at = Some(Instant::now());
+            agents.insert(id, Agent { key, public, phase, look_at, written: now, record: None, said: None });
+        }
+    }
+
+    /// Reads the records of those that look now, and answers.
+    async fn serve(self: Arc<Self>, due: Vec<(String, Instant)>) {
+        let records = match self.read(&due).await {
+            Ok(records) => records,
+            Err(error) => return eprintln!("agents cannot read their records: {error:#}"),
+        };
+        let asked: HashMap<_, _> = due.into_iter().collect();
+        let stamp = Timestamp::now();
+        let mut answers = Vec::new();
+        for record in records {
+            let id = record.instance_id.clone();
+            let mut agents = self.agents();
+            let Some(agent) = agents.get_mut(&id) else { continue };
+            match agent.answer(&record) {
+                Ok(Some((signal, run_id))) => answers.push((id, signal, run_id)),
+                Ok(None) => {}
+                Err(error) => eprintln!("{error:#}"),
+            }
+            agent.record = Some(record);
+        }
+        let items = answers.iter().map(|(id, said, run)| signal(id, *said, run, stamp).to_item());
+        self.put(items.collect()).await;
+        let at = Instant::now();
+        let mut agents = self.agents();
+        for (id, signal, run_id) in answers {
+            if let Some(agent) = agents.get_mut(&id) {
+                agent.said = Some(Said { signal, run_id, asked: asked[&id], at, stamp });
+            }
+        }
+    }
+
+    async fn read(&self, due: &[(String, Instant)]) -> Result<Vec<Instance>> {
+        let keys = due.iter().map(|(id, _)| key(entity::INSTANCE, id));
+        let wanted = KeysAndAttributes::builder().set_keys(Some(keys.collect())).consistent_read(true).build()?;
+        let answer = self.client.batch_get_item().request_items(&self.table, wanted).send().await?;
+        ensure!(answer.unprocessed_keys.unwrap_or_default().is_empty(), "the emulator left keys out");
+        let items = answer.responses.unwrap_or_default().remove(&self.table).unwrap_or_default();
+        Ok(items.iter().map(Instance::from_item).collect::<Result<_, _>>()?)
+    }
+
+    async fn put(&self, items: Vec<Item>) {
+        let writes = items.chunks(WRITES).map(async |items| {
+            let puts = items.iter().map(|item| {
+                let put = PutRequest::builder().set_item(Some(item.clone())).build().expect("an item is set");
+                WriteRequest::builder().put_request(put).build()
+            });
+            self.client.batch_write_item().request_items(&self.table, puts.collect()).send().await
+        });
+        for written in futures::future::join_all(writes).await {
+            if let Err(error) = written {
+                eprintln!("agents cannot write: {}", aws_sdk_dynamodb::error::DisplayErrorContext(error));
+            }
+        }
+    }
+
+    /// Each agent beats in its turn, so that not all beat at once.
+    async fn beat(self: Arc<Self>) {
+        const TURNS: u32 = 10;
+        let mut ticks = tokio::time::interval(HEARTBEAT / TURNS);
+        for turn in 0.. {
+            ticks.tick().await;
+            let own = |agent: &Agent| (agent.phase.as_nanos() * u128::from(TURNS) / LOOK.as_nanos()) as u32;
+            let keys: Vec<_> = {
+                let agents = self.agents();
+                let mine = agents.iter().filter(|(_, agent)| own(agent) == turn % TURNS);
+                mine.map(|(id, agent)| (id.clone(), agent.public.clone())).collect()
+            };
+            let now = Timestamp::now();
+            self.put(keys.iter().map(|(id, key)| beat(id, key, now).to_item()).collect()).await;
+        }
+    }
+}
+
+fn beat(id: &str, key: &PublicKey, now: Timestamp) -> Heartbeat {
+    Heartbeat { instance_id: id.to_owned(), updated_at: now, public_key: Some(key.clone()) }
+}
+
+fn signal(id: &str, signal: Signal, run_id: &str, now: Timestamp) -> WorkerSignal {
+    WorkerSignal { instance_id: id.to_owned(), signal, run_id: run_id.to_owned(), updated_at: now }
+}

@@ -1,0 +1,299 @@
+//! The warm pool: claims of 1 to 1,000 runners, their release, and a system at rest.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use futures::future::try_join_all;
+use kube::api::{DeleteParams, DynamicObject, PostParams};
+use paddock_record::table_name;
+use serde_json::{Value, json};
+
+use super::{
+    Spread,
+    agents::{Agent, Agents},
+    claims::Claims,
+    hand::{Hand, dynamodb},
+    report::{Report, Rest},
+};
+use crate::{
+    aws::Calls,
+    isolate::Isolated,
+    stage::{CLUSTER, Stage},
+};
+
+const NAMESPACE: &str = "bench";
+/// A small pool, whose machines are of two kinds, and a large one.
+const SMALL: &str = "small";
+const LARGE: &str = "large";
+const LARGE_SIZE: usize = 1000;
+/// Longer than anything takes on a slow machine.
+const DEADLINE: Duration = Duration::from_secs(120);
+/// How long a settled system is watched.
+pub const REST: Duration = Duration::from_secs(30);
+/// How often this program looks whether something has come about.
+const LOOK: Duration = Duration::from_millis(2);
+
+pub async fn run(isolated: &Isolated) -> Result<()> {
+    let began = Instant::now();
+    let say = |what: &str| eprintln!("{:4.0} s  {what}", began.elapsed().as_secs_f64());
+    say("starting the bed …");
+    let stage = Stage::start_unmanned(isolated).await?;
+    let table = table_name(CLUSTER);
+    let agents = Agents::start(&stage.aws, dynamodb(stage.aws.dynamodb_url()), table.clone());
+    let operator = stage.operator("operator", &[]).await?;
+    stage.namespace(NAMESPACE).await?;
+    let bench = Bench { claims: Claims::watch(&stage, NAMESPACE), stage, agents };
+    let mut report = Report::default();
+
+    say("creating 2 × 50 machines, and releasing them …");
+    bench.pool(SMALL, json!({ "maxInstances": 300 })).await?;
+    for kind in ["c*", "m*"] {
+        let round = bench.round(vec![bench.claim(SMALL, 50, Some(kind))]).await?;
+        ensure!(round.created == 50, "{} machines of {kind} were created, not 50", round.created);
+        let release = bench.release(&round).await?;
+        report.creations.push((round, release));
+    }
+    let small = bench.free();
+    ensure!(small.len() == 100, "{} machines are in the pool, not 100", small.len());
+    for (size, rounds) in [(1, 25), (10, 10), (100, 5)] {
+        say(&format!("{rounds} warm claims of {size} …"));
+        let mut all = Vec::new();
+        for _ in 0..rounds {
+            let round = bench.round(vec![bench.claim(SMALL, size, None)]).await?;
+            let release = bench.release(&round).await?;
+            all.push((round, release));
+        }
+        report.warm.push((size, all));
+    }
+    say("10 claims of 10 race for 100 …");
+    let ten = (0..10).map(|_| bench.claim(SMALL, 10, None)).collect();
+    let (round, release) = bench.round_and_back(ten).await?;
+    report.races.push(("10 claims of 10 race for 100", round, Some(release)));
+    say("two kinds of claims share a queue …");
+    let kinds = (0..20).map(|n| bench.claim(SMALL, 5, Some(if n % 2 == 0 { "c*" } else { "m*" }))).collect();
+    let (round, release) = bench.round_and_back(kinds).await?;
+    report.races.push(("20 claims of 5, of two kinds, for 100", round, Some(release)));
+
+    say(&format!("a pool that keeps {LARGE_SIZE} machines warm …"));
+    let warming = Instant::now();
+    bench.pool(LARGE, json!({ "minIdle": LARGE_SIZE, "maxInstances": 2 * LARGE_SIZE })).await?;
+    bench.until("the large pool is warm", || bench.free().len() == LARGE_SIZE + small.len()).await?;
+    say(&format!("warm after {:.0} s; now it settles …", warming.elapsed().as_secs_f64()));
+    report.rest = bench.rest().await?;
+    say("100 claims of 10 …");
+    let hundred = (0..100).map(|_| bench.claim(LARGE, 10, None)).collect();
+    let thousand = bench.round(hundred).await?;
+    let large: Vec<_> = thousand.served.iter().flat_map(|(_, ids)| ids.clone()).collect();
+    report.races.push(("100 claims of 10 from 1,000", thousand, None));
+
+    say("the same by hand, without the operator …");
+    ensure!(operator.stop().await?.success(), "the operator did not end in order");
+    let hand = Hand { client: dynamodb(bench.stage.aws.endpoint()), table };
+    for (size, rounds) in [(1, 25), (10, 10), (100, 5), (1000, 1)] {
+        let mut times = Vec::new();
+        for round in 0..rounds {
+            let ids = if size > small.len() { &large[..] } else { &small[..size] };
+            times.push(hand.claim(&bench.agents, ids, &format!("hand-{size}-{round}")).await?);
+        }
+        report.hand.insert(size, Spread::of(times).percentile(50));
+    }
+    say("done");
+    println!("{report}");
+    Ok(())
+}
+
+struct Bench {
+    stage: Stage,
+    agents: Agents,
+    claims: Claims,
+}
+
+/// One or more claims at once, from their creation to the last that is Ready.
+pub struct Round {
+    names: Vec<String>,
+    /// Each claim's time to Ready, and its machines.
+    pub served: Vec<(Duration, Vec<String>)>,
+    pub whole: Duration,
+    /// The share of each claim's time in which it waited for its agents alone.
+    pub waited: Vec<f64>,
+    /// What each claim took after the last of its agents had answered.
+    pub after_signal: Vec<Duration>,
+    pub calls: Calls,
+    pub created: usize,
+    /// Machines that more than one claim has.
+    pub twice: usize,
+}
+
+/// From the deletion of all claims of a round until their machines can be claimed again.
+pub struct Release {
+    pub whole: Duration,
+    pub after_signal: Duration,
+    pub calls: Calls,
+}
+
+impl Bench {
+    async fn pool(&self, name: &str, changes: Value) -> Result<()> {
+        let mut ec2 = json!({ "lifetimes": { "idle": "2h", "maxRuntime": "2h" } });
+        if let (Value::Object(ec2), Value::Object(changes)) = (&mut ec2, changes) {
+            ec2.extend(changes);
+        }
+        let pool = self.stage.ec2_pool(NAMESPACE, name, ec2);
+        self.stage.kube.apply(&pool.to_string()).await?;
+        let wait = ["wait", "rpool", name, "-n", NAMESPACE, "--for=condition=Ready", "--timeout=60s"];
+        ensure!(self.stage.kube.kubectl(&wait).await?.status.success(), "pool {name} did not become Ready");
+        Ok(())
+    }
+
+    /// A claim with a name and a run of its own.
+    fn claim(&self, pool: &str, count: usize, types: Option<&str>) -> Value {
+        let number = self.claims.number();
+        let run = (900_000 + number).to_string();
+        let mut claim = self.stage.claim(NAMESPACE, &format!("bench-{number}"), pool, &run, count as u32);
+        if let Some(types) = types {
+            claim["spec"]["allowedInstanceTypes"] = json!([types]);
+        }
+        claim
+    }
+
+    /// The machines that can be claimed.
+    fn free(&self) -> Vec<String> {
+        self.agents.look(|agents| agents.iter().filter(|(_, a)| a.is_free()).map(|(id, _)| id.clone()).collect())
+    }
+
+    async fn round(&self, claims: Vec<Value>) -> Result<Round> {
+        let machines = self.stage.aws.instances().len();
+        let objects = claims.into_iter().map(serde_json::from_value::<DynamicObject>).collect::<Result<Vec<_>, _>>()?;
+        let names: Vec<_> = objects.iter().map(|claim| claim.metadata.name.clone().unwrap_or_default()).collect();
+        self.stage.aws.reset_calls();
+        let start = Instant::now();
+        let creates = objects.iter().map(async |claim| {
+            let start = Instant::now();
+            self.claims.api.create(&PostParams::default(), claim).await.map(|_| start)
+        });
+        let starts = try_join_all(creates).await?;
+        self.until("all claims are Ready", || names.iter().all(|name| self.claims.ready(name).is_some())).await?;
+        let calls = self.stage.aws.calls();
+        let mut round = Round {
+            served: Vec::new(),
+            whole: Duration::ZERO,
+            waited: Vec::new(),
+            after_signal: Vec::new(),
+            calls,
+            created: self.stage.aws.instances().len() - machines,
+            twice: 0,
+            names,
+        };
+        let mut seen = HashSet::new();
+        for (name, started) in round.names.iter().zip(starts) {
+            let (ready, ids) = self.claims.ready(name).context("it is Ready")?;
+            round.whole = round.whole.max(ready.duration_since(start));
+            round.twice += ids.iter().filter(|id| !seen.insert((*id).clone())).count();
+            let of = |time: fn(&Agent) -> Option<Instant>| {
+                self.agents.look(|agents| ids.iter().filter_map(|id| time(agents.get(id)?)).max())
+            };
+            let asked = of(|agent| Some(agent.said.as_ref()?.asked)).context("its agents were asked")?;
+            let said = of(|agent| Some(agent.said.as_ref()?.at)).context("its agents have answered")?;
+            let took = ready.duration_since(started);
+            round.waited.push(said.saturating_duration_since(asked).as_secs_f64() / took.as_secs_f64());
+            round.after_signal.push(ready.saturating_duration_since(said));
+            round.served.push((took, ids));
+        }
+        Ok(round)
+    }
+
+    async fn release(&self, round: &Round) -> Result<Release> {
+        self.stage.aws.reset_calls();
+        let start = Instant::now();
+        let how = DeleteParams::default();
+        try_join_all(round.names.iter().map(|name| self.claims.api.delete(name, &how))).await?;
+        let ids: HashSet<_> = round.served.iter().flat_map(|(_, ids)| ids).collect();
+        let all = |what: fn(&Agent) -> bool| {
+            self.agents.look(|agents| ids.iter().all(|id| agents.get(*id).is_some_and(what)))
+        };
+        self.until("the machines are back in the pool", || all(Agent::is_free)).await?;
+        let last = |time: fn(&Agent) -> Option<Instant>| {
+            self.agents.look(|agents| ids.iter().filter_map(|id| time(agents.get(*id)?)).max().unwrap_or(start))
+        };
+        let (offered, said) = (last(|agent| Some(agent.written)), last(|agent| Some(agent.said.as_ref()?.at)));
+        let calls = self.stage.aws.calls();
+        self.until("the claims are gone", || round.names.iter().all(|name| self.claims.gone(name))).await?;
+        let after_signal = offered.saturating_duration_since(said);
+        Ok(Release { whole: offered.saturating_duration_since(start), after_signal, calls })
+    }
+
+    async fn round_and_back(&self, claims: Vec<Value>) -> Result<(Round, Release)> {
+        let round = self.round(claims).await?;
+        let release = self.release(&round).await?;
+        Ok((round, release))
+    }
+
+    /// What a system that has nothing to do does.
+    async fn rest(&self) -> Result<Rest> {
+        // The Workers follow their machines; when nothing was written for a while, they have arrived.
+        let start = Instant::now();
+        let mut before = self.writes().await?;
+        loop {
+            tokio::time::sleep(Duration::from_secs(3)).await;
+            let now = self.writes().await?;
+            if now == before || start.elapsed() > DEADLINE {
+                break;
+            }
+            before = now;
+        }
+        let settled = start.elapsed();
+        let before = self.writes().await?;
+        self.stage.aws.reset_calls();
+        tokio::time::sleep(REST).await;
+        let calls = self.stage.aws.calls();
+        let mut writes = self.writes().await?;
+        writes.retain(|what, count| {
+            *count -= before.get(what).copied().unwrap_or(0);
+            *count > 0
+        });
+        Ok(Rest { settled, writes, calls })
+    }
+
+    /// How often each kind of Paddock's, and events, were written since the API server started.
+    async fn writes(&self) -> Result<BTreeMap<String, u64>> {
+        let request = axum::http::Request::get("/metrics").body(Vec::new())?;
+        let text = self.stage.kube.client().request_text(request).await?;
+        let mut writes = BTreeMap::new();
+        for line in text.lines().filter(|line| line.starts_with("apiserver_request_total{")) {
+            let label = |name: &str| {
+                let (_, rest) = line.split_once(&format!("{name}=\""))?;
+                rest.split_once('"').map(|(value, _)| value)
+            };
+            let (group, resource, verb) = (label("group"), label("resource"), label("verb"));
+            let reads = ["GET", "LIST", "WATCH", "CONNECT"];
+            let ours = group == Some("paddock.dev") || resource == Some("events");
+            if ours && !verb.is_some_and(|verb| reads.contains(&verb)) {
+                let count = line.rsplit(' ').next().and_then(|count| count.parse::<f64>().ok()).unwrap_or(0.0);
+                *writes.entry(format!("{} {}", verb.unwrap_or("?"), resource.unwrap_or("?"))).or_default() +=
+                    count as u64;
+            }
+        }
+        Ok(writes)
+    }
+
+    async fn until(&self, what: &str, mut true_: impl FnMut() -> bool) -> Result<()> {
+        let start = Instant::now();
+        while !true_() {
+            if start.elapsed() > DEADLINE {
+                let states = self.agents.look(|agents| {
+                    let mut states: BTreeMap<String, usize> = BTreeMap::new();
+                    for agent in agents.values() {
+                        let state = |r: &paddock_record::Instance| format!("{} {}", r.state, r.leaving.is_empty());
+                        *states.entry(agent.record.as_ref().map_or("unknown".into(), state)).or_default() += 1;
+                    }
+                    states
+                });
+                bail!("not within {DEADLINE:?}: {what}; machines: {states:?}; claims: {}", self.claims.show());
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+        Ok(())
+    }
+}
