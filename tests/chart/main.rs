@@ -1,5 +1,6 @@
 //! The chart, rendered by real Helm: what it promises about availability, security and rights, and what it refuses.
 
+mod device_plugin;
 mod values;
 
 use std::{
@@ -46,6 +47,11 @@ fn the<'a>(objects: &'a [Value], kind: &str) -> &'a Value {
         [one] => one,
         ref all => panic!("{} objects of kind {kind}, not one", all.len()),
     }
+}
+
+fn named<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
+    let found = objects.iter().find(|object| object["kind"] == kind && object["metadata"]["name"] == name);
+    found.unwrap_or_else(|| panic!("no {kind} {name}"))
 }
 
 fn names<'a>(objects: &[&'a Value]) -> Vec<&'a str> {
@@ -186,12 +192,10 @@ fn leases_are_granted_in_the_release_namespace_alone_and_only_what_an_election_d
 fn every_binding_names_a_role_and_the_service_account_that_exist() {
     for values in [&[][..], &["--set", "watchNamespace=team"], &["--values", EVERYTHING]] {
         let objects = rendered(values);
-        let account = &the(&objects, "ServiceAccount")["metadata"];
-        assert_eq!(
-            the(&objects, "Deployment")["spec"]["template"]["spec"]["serviceAccountName"],
-            account["name"],
-            "the operator runs as this account"
-        );
+        let programs = ["Deployment", "DaemonSet"].iter().flat_map(|kind| of_kind(&objects, kind));
+        let accounts: Vec<_> =
+            programs.map(|object| &object["spec"]["template"]["spec"]["serviceAccountName"]).collect();
+        assert_eq!(of_kind(&objects, "ServiceAccount").len(), accounts.len(), "each program has an account of its own");
         for binding in ["RoleBinding", "ClusterRoleBinding"].iter().flat_map(|kind| of_kind(&objects, kind)) {
             let role = objects.iter().find(|object| {
                 object["kind"] == binding["roleRef"]["kind"]
@@ -199,8 +203,10 @@ fn every_binding_names_a_role_and_the_service_account_that_exist() {
                     && object["metadata"]["namespace"] == binding["metadata"]["namespace"]
             });
             assert!(role.is_some(), "{binding}");
-            let subject = json!([{"kind": "ServiceAccount", "name": account["name"], "namespace": "system"}]);
-            assert_eq!(binding["subjects"], subject);
+            let [subject] = &binding["subjects"].as_array().unwrap()[..] else { panic!("{binding}") };
+            assert_eq!((&subject["kind"], &subject["namespace"]), (&json!("ServiceAccount"), &json!("system")));
+            assert!(accounts.contains(&&subject["name"]), "{binding}");
+            named(&objects, "ServiceAccount", subject["name"].as_str().unwrap());
         }
     }
 }
@@ -231,7 +237,7 @@ fn crds_are_upgraded_with_the_release_and_outlive_it() {
 #[test]
 fn only_what_is_asked_for_is_installed() {
     let objects = rendered(&[]);
-    for kind in ["Ingress", "NetworkPolicy", "ServiceMonitor"] {
+    for kind in ["Ingress", "NetworkPolicy", "ServiceMonitor", "DaemonSet", "ValidatingAdmissionPolicy"] {
         assert!(of_kind(&objects, kind).is_empty(), "{kind}");
     }
     assert_eq!(names(&of_kind(&objects, "ClusterRole")), ["paddock-system-nodes", "paddock-system"]);
@@ -262,7 +268,7 @@ fn everything_on_reaches_the_pod() {
         serde_saphyr::from_str(the(&objects, "ConfigMap")["data"]["entity-limits.yaml"].as_str().unwrap()).unwrap();
     assert_eq!((limits.of("1"), limits.of("152654596")), (5, 40));
     assert_eq!(
-        the(&objects, "ServiceAccount")["metadata"]["annotations"]["eks.amazonaws.com/role-arn"],
+        named(&objects, "ServiceAccount", "runner-operator")["metadata"]["annotations"]["eks.amazonaws.com/role-arn"],
         "arn:aws:iam::123456789012:role/paddock"
     );
     assert_eq!(the(&objects, "ServiceMonitor")["spec"]["endpoints"][0]["path"], "/metrics");

@@ -31,6 +31,12 @@ const REFUSED: &[(&str, &str)] = &[
     ("service.type=ExternalName", "at '/service/type': value must be one of"),
     ("service.port=70000", "at '/service/port': maximum: got 70,000, want 65,535"),
     ("ingress.enabled=true", "ingress.host is required when ingress.enabled is true"),
+    ("devicePlugin.slots=0", "at '/devicePlugin/slots': minimum: got 0, want 1"),
+    ("devicePlugin.slot=1", "at '/devicePlugin': additional properties 'slot' not allowed"),
+    ("devicePlugin.resourceName=runner", "at '/devicePlugin/resourceName': 'runner' does not match pattern"),
+    ("devicePlugin.board=two words", "at '/devicePlugin/board': 'two words' does not match pattern"),
+    ("devicePlugin.kubeletDir=kubelet", "at '/devicePlugin/kubeletDir': 'kubelet' does not match pattern"),
+    ("devicePlugin.image.tag=a:b", "at '/devicePlugin/image/tag': 'a:b' does not match pattern"),
     ("nodeSelector.disk=1", "at '/nodeSelector/disk': got number, want string"),
 ];
 

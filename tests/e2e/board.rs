@@ -3,13 +3,14 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use k8s_openapi::api::core::v1::{Node as KubeNode, Pod, Secret};
+use k8s_openapi::api::core::v1::{Pod, Secret};
 use kube::{
-    Api, ResourceExt,
+    ResourceExt,
     api::{DeleteParams, ListParams, Patch, PatchParams},
 };
-use paddock::api::{ClaimPhase, LABEL_BOARD, READY, RunnerClaim, RunnerPool, Worker, WorkerState};
+use paddock::api::{ClaimPhase, READY, RunnerClaim, RunnerPool, Worker, WorkerState};
 use paddock_bed::{
+    device_plugin::DevicePlugin,
     github::{Conclusion, Effect, Fault, JobRequest, Status},
     image::runner_image,
     node::Node,
@@ -20,8 +21,8 @@ use tokio::sync::OnceCell;
 
 use crate::support::World;
 
-const BOARD: &str = "test-board";
-const IMAGE: &str = "paddock-bed/runner:1";
+pub const BOARD: &str = "test-board";
+pub const IMAGE: &str = "paddock-bed/runner:1";
 const JIT_CONFIG: &str = "/orgs/acme/actions/runners/generate-jitconfig";
 
 /// The one real node; it ends with the bed.
@@ -32,17 +33,15 @@ struct Boards<'a> {
     world: &'a World,
     namespace: String,
     label: String,
+    _plugin: DevicePlugin,
 }
 
 impl<'a> Boards<'a> {
     async fn new(world: &'a World, slots: u32) -> Result<Self> {
-        let node = NODE.get_or_try_init(|| start_node(world)).await?;
+        let node = node(world).await?;
         let namespace = world.namespace().await?;
         let (label, resource) = (format!("rv-{namespace}"), format!("paddock.test/{namespace}"));
-        // As Kubernetes documents it for extended resources without a device plugin.
-        let capacity = json!({ "status": { "capacity": { &resource: slots.to_string() } } });
-        let nodes: Api<KubeNode> = Api::all(world.stage.kube.client());
-        nodes.patch_status(node.name(), &PatchParams::default(), &Patch::Merge(capacity)).await?;
+        let plugin = DevicePlugin::start(&world.stage.kube, node, BOARD, &resource, slots).await?;
         let pool = json!({
             "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerPool",
             "metadata": { "name": "riscv", "namespace": namespace },
@@ -54,7 +53,7 @@ impl<'a> Boards<'a> {
         world.stage.kube.apply(&pool.to_string()).await?;
         let free = |pool: &RunnerPool| pool.status.as_ref().and_then(|status| Some(status.slots.as_ref()?.free));
         world.until::<RunnerPool>(&namespace, "riscv", "free", |pool| free(pool) == Some(slots)).await?;
-        Ok(Self { world, namespace, label })
+        Ok(Self { world, namespace, label, _plugin: plugin })
     }
 
     async fn claim(&self, name: &str) -> Result<()> {
@@ -114,8 +113,12 @@ impl<'a> Boards<'a> {
     }
 }
 
+pub async fn node(world: &World) -> Result<&'static Node> {
+    NODE.get_or_try_init(|| start_node(world)).await
+}
+
 async fn start_node(world: &World) -> Result<Node> {
-    let node = Node::start(&world.stage.kube, "board-1", &[(LABEL_BOARD, BOARD)]).await?;
+    let node = Node::start(&world.stage.kube, "board-1", &[]).await?;
     let archive = world.stage.dir().join("runner.tar");
     runner_image(IMAGE, Path::new(&binary("paddock-bed-runner")?), &["jit"])?.write(&archive)?;
     node.import_image(&archive).await?;

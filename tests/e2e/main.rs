@@ -4,6 +4,7 @@
 //! test has a Kubernetes namespace for itself.
 
 mod board;
+mod device_plugin;
 mod ec2;
 mod operator;
 mod support;
@@ -90,8 +91,15 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         board::deleted_claim_takes_its_idle_runner_along,
         board::lost_jit_config_is_replaced,
         board::failed_pod_is_explained_and_replaced,
+        device_plugin::second_pod_waits_for_the_slot,
+        device_plugin::slots_go_and_come_with_the_plugin,
+        device_plugin::removed_label_comes_back,
+        device_plugin::plugin_may_label_its_own_node_and_nothing_else,
+    );
+    let alone_on_a_node = trials!(play_alone:
+        device_plugin::slots_outlive_a_restart_of_the_kubelet,
     );
     let no_node = world.is_some_and(|world| world.node_possible.is_err());
-    let on_a_node = on_a_node.map(|trial| trial.with_ignored_flag(no_node));
+    let on_a_node = on_a_node.into_iter().chain(alone_on_a_node).map(|trial| trial.with_ignored_flag(no_node));
     beside.into_iter().chain(alone).chain(on_a_node).collect()
 }

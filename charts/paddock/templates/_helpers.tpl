@@ -25,9 +25,24 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- end }}
 
+{{/* Not the operator's name: its Service, Deployment and policies select by that. */}}
+{{- define "paddock.devicePluginSelectorLabels" -}}
+app.kubernetes.io/name: {{ include "paddock.name" . | trunc 49 | trimSuffix "-" }}-device-plugin
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "paddock.devicePluginLabels" -}}
+{{ merge (include "paddock.devicePluginSelectorLabels" . | fromYaml) (include "paddock.labels" . | fromYaml) | toYaml }}
+{{- end }}
+
 {{- define "paddock.image" -}}
-{{- with .Values.image -}}
-{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+{{- include "paddock.imageOf" (list .Values.image .) }}
+{{- end }}
+
+{{- define "paddock.imageOf" -}}
+{{- $root := index . 1 }}
+{{- with index . 0 -}}
+{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $root.Chart.AppVersion }}{{ end }}
 {{- end }}
 {{- end }}
 
