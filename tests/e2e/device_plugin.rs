@@ -45,8 +45,9 @@ impl<'a> Slot<'a> {
             "name": "main", "image": IMAGE, "imagePullPolicy": "Never", "command": ["sleep", "1000000"],
             "resources": { "limits": { &self.resource: "1" } },
         });
+        // With no grace at all the API server forgets the pod before the kubelet does, and offers a slot that is not free.
         let spec = json!({
-            "restartPolicy": "Never", "terminationGracePeriodSeconds": 0,
+            "restartPolicy": "Never", "terminationGracePeriodSeconds": 1,
             "nodeSelector": { LABEL_BOARD: BOARD }, "containers": [container],
         });
         let pod = serde_json::from_value(json!({ "metadata": { "name": name }, "spec": spec }))?;

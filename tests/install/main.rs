@@ -60,6 +60,7 @@ fn trials(bed: Option<(Arc<Bed>, Arc<Runtime>)>, ignored: bool) -> Vec<Trial> {
         webhook_secrets_and_entity_limits_reach_the_operator_as_files,
         a_deleted_leader_hands_over_at_once,
         a_killed_leader_is_replaced_when_its_lease_runs_out,
+        the_device_plugin_advertises_the_board_and_labels_its_node,
         an_upgrade_keeps_all_objects_and_so_does_an_uninstall_unless_asked
     )
 }
@@ -106,6 +107,29 @@ async fn a_killed_leader_is_replaced_when_its_lease_runs_out(bed: &Bed) -> Resul
     let pid = process.file_name().context("a process has a number")?;
     ensure!(Command::new("kill").arg("-9").arg(pid).status()?.success(), "the operator could not be killed");
     until_another_leads(bed, &leader.name_any()).await
+}
+
+async fn the_device_plugin_advertises_the_board_and_labels_its_node(bed: &Bed) -> Result<()> {
+    // There is no board here whose device tree could be asked.
+    let board = ["devicePlugin.enabled=true", "devicePlugin.board=test-board", "devicePlugin.nodeSelector=null"];
+    bed.privileged(async || {
+        bed.install(CHART, &board).await?;
+        bed.until("the node has a slot and its board's name", async || {
+            let node = bed.kube_node().await?;
+            let board = node.labels().get("riseproject.dev/board").cloned();
+            let slots = node.status.and_then(|status| status.allocatable?.remove("riseproject.com/runner"));
+            Ok((board.as_deref() == Some("test-board") && slots.is_some_and(|slots| slots.0 == "1")).then_some(()))
+        })
+        .await?;
+        apply_pool(bed).await?;
+        bed.until("the operator counts the slot", async || {
+            let status = bed.api::<RunnerPool>(TEAM).get("riscv").await?.status;
+            Ok(status.and_then(|status| status.slots).filter(|slots| slots.total == 1))
+        })
+        .await?;
+        delete_objects(bed).await
+    })
+    .await
 }
 
 async fn an_upgrade_keeps_all_objects_and_so_does_an_uninstall_unless_asked(bed: &Bed) -> Result<()> {

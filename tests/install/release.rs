@@ -7,7 +7,11 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use k8s_openapi::api::{apps::v1::Deployment, coordination::v1::Lease, core::v1::Pod};
+use k8s_openapi::api::{
+    apps::v1::Deployment,
+    coordination::v1::Lease,
+    core::v1::{Node as KubeNode, Pod},
+};
 use kube::{Api, Resource, ResourceExt, api::ListParams, core::NamespaceResourceScope};
 use paddock::{
     api::{READY, RunnerClaim},
@@ -35,12 +39,15 @@ const DEADLINE: Duration = Duration::from_secs(120);
 const SETTINGS: [&str; 3] =
     ["clusterName=bed", "image.pullPolicy=Never", concat!("image.tag=", env!("CARGO_PKG_VERSION"))];
 
-/// What the release's pods have in common.
-const SELECTOR: &str = "app.kubernetes.io/instance=paddock";
+/// What the operator's pods have in common.
+const SELECTOR: &str = "app.kubernetes.io/name=paddock,app.kubernetes.io/instance=paddock";
+
+/// How much the release's pods may do, unless a test says otherwise.
+const RESTRICTED: &str = "restricted";
 
 pub struct Bed {
     plane: ControlPlane,
-    _node: Node,
+    node: Node,
 }
 
 impl Bed {
@@ -53,13 +60,29 @@ impl Bed {
         operator_image(reference, Path::new(env!("CARGO_BIN_EXE_paddock")))?.write(&archive)?;
         node.import_image(&archive).await?;
         fs::remove_file(archive)?;
-        let restricted = json!({ "pod-security.kubernetes.io/enforce": "restricted" });
-        let bed = Self { plane, _node: node };
-        for (name, labels) in [(RELEASE_NAMESPACE, restricted), (TEAM, json!({}))] {
-            let metadata = json!({ "name": name, "labels": labels });
-            bed.apply(json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": metadata })).await?;
-        }
+        let bed = Self { plane, node };
+        bed.apply(json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": TEAM } })).await?;
+        bed.allow(RESTRICTED).await?;
         Ok(bed)
+    }
+
+    /// Lets pods of the release's namespace do what a pod security level allows.
+    async fn allow(&self, level: &str) -> Result<()> {
+        let labels = json!({ "pod-security.kubernetes.io/enforce": level });
+        let metadata = json!({ "name": RELEASE_NAMESPACE, "labels": labels });
+        self.apply(json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": metadata })).await
+    }
+
+    /// Does something while the namespace allows everything.
+    pub async fn privileged(&self, what: impl AsyncFnOnce() -> Result<()>) -> Result<()> {
+        self.allow("privileged").await?;
+        let outcome = what().await;
+        self.allow(RESTRICTED).await?;
+        outcome
+    }
+
+    pub async fn kube_node(&self) -> Result<KubeNode> {
+        Ok(Api::all(self.plane.client()).get(self.node.name()).await?)
     }
 
     pub async fn apply(&self, object: Value) -> Result<()> {
@@ -148,7 +171,7 @@ impl Bed {
     async fn report(&self) -> String {
         let mut report = String::new();
         for arguments in [
-            &["describe", "deployments,replicasets,pods", "--selector", SELECTOR][..],
+            &["describe", "deployments,replicasets,daemonsets,pods"][..],
             &["logs", "--prefix", "--tail=40", "--selector", SELECTOR],
             &["get", "leases", "--output=yaml"],
             &["describe", "rpools,rclaims", "--namespace", TEAM],
