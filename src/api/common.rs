@@ -205,9 +205,12 @@ pub struct Runner {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<i64>,
     /// The runner's name at GitHub.
-    #[schemars(length(max = 256))]
+    #[schemars(length(max = RUNNER_NAME_MAX))]
     pub name: String,
 }
+
+/// The longest name of a runner that is kept.
+pub const RUNNER_NAME_MAX: usize = 256;
 
 /// The type of the one condition that every kind has, for `kubectl wait --for=condition=Ready`.
 pub const READY: &str = "Ready";
@@ -252,6 +255,14 @@ pub fn clip(text: &str, max: usize) -> String {
     match text.chars().count() {
         n if n <= max => text.to_owned(),
         n => std::iter::once('…').chain(text.chars().skip(n - max + 1)).collect(),
+    }
+}
+
+/// `text` cut to at most `max` characters. A name is known by its beginning, so that stays.
+pub fn head(text: &str, max: usize) -> String {
+    match text.chars().count() {
+        n if n <= max => text.to_owned(),
+        _ => text.chars().take(max - 1).chain(['…']).collect(),
     }
 }
 

@@ -23,7 +23,8 @@ pub use claim::{
     ClaimPhase, ClaimWorker, FleetOrder, Job, PhaseTimes, RunnerClaim, RunnerClaimSpec, RunnerClaimStatus, WorkerSource,
 };
 pub use common::{
-    Duration, Owner, OwnerType, READY, Runner, SecretRef, UsageClass, clip, ready_condition, set_condition,
+    Duration, Owner, OwnerType, READY, RUNNER_NAME_MAX, Runner, SecretRef, UsageClass, clip, head, ready_condition,
+    set_condition,
 };
 pub use ec2::{Agent, Ec2Defaults, Ec2GitHub, Ec2Pool, Ec2Timeouts, Fallback, Lifetimes, ResourceClass, Reuse};
 pub use failure::{ContainerEnd, FAILURE_MESSAGE_MAX, Failure, LOG_TAIL_MAX, PodEvent};

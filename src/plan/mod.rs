@@ -7,6 +7,7 @@ pub mod claim;
 pub mod demand;
 pub mod entity;
 pub mod fleet;
+pub mod heard;
 pub mod instance;
 pub mod labels;
 pub mod pickup;
