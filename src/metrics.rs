@@ -18,6 +18,15 @@ pub struct DiscardLabel {
     pub reason: &'static str,
 }
 
+/// All from fixed vocabularies: what people send is never part of a label.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct WebhookLabel {
+    /// `http`, or `log` for one that was read from GitHub's log of deliveries.
+    pub source: &'static str,
+    pub outcome: &'static str,
+    pub reason: &'static str,
+}
+
 #[derive(Clone)]
 pub struct Metrics {
     registry: Arc<Registry>,
@@ -29,6 +38,10 @@ pub struct Metrics {
     pub claim_seconds: Histogram,
     /// Messages of the idle pool thrown away, and why.
     pub discarded_messages: Family<DiscardLabel, Counter>,
+    /// What became of webhooks.
+    pub webhooks: Family<WebhookLabel, Counter>,
+    /// From a webhook's arrival to its answer.
+    pub webhook_seconds: Histogram,
 }
 
 impl Default for Metrics {
@@ -38,7 +51,9 @@ impl Default for Metrics {
         let leading = Gauge::default();
         let (reconciles, reconcile_errors) = (Family::default(), Family::default());
         let claim_seconds = Histogram::new(seconds);
-        let discarded_messages = Family::default();
+        let (discarded_messages, webhooks) = (Family::default(), Family::default());
+        // One that is ignored takes a fraction of a millisecond, GitHub waits for 10 s.
+        let webhook_seconds = Histogram::new([0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0]);
 
         let mut registry = Registry::with_prefix("paddock");
         registry.register("leading", "1 while this replica leads", leading.clone());
@@ -47,8 +62,18 @@ impl Default for Metrics {
         registry.register("claim_ready_seconds", "Time from a claim's creation to Ready", claim_seconds.clone());
         let help = "Messages of the idle pool that were thrown away, by reason";
         registry.register("discarded_messages", help, discarded_messages.clone());
-        let registry = Arc::new(registry);
-        Self { registry, leading, reconciles, reconcile_errors, claim_seconds, discarded_messages }
+        registry.register("webhooks", "Webhooks, by what became of them and why", webhooks.clone());
+        registry.register("webhook_seconds", "Time from a webhook's arrival to its answer", webhook_seconds.clone());
+        Self {
+            registry: Arc::new(registry),
+            leading,
+            reconciles,
+            reconcile_errors,
+            claim_seconds,
+            discarded_messages,
+            webhooks,
+            webhook_seconds,
+        }
     }
 }
 

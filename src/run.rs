@@ -8,7 +8,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    controllers::{self, Context},
+    controllers::{self, Context, intake::Intake},
     effects::fence::Fence,
     leader::Election,
     metrics::Metrics,
@@ -70,7 +70,9 @@ async fn operate(settings: Settings) -> Result<()> {
         .await
         .with_context(|| format!("cannot listen on {}; choose another address with --listen", settings.listen))?;
     tracing::info!(address = %listener.local_addr()?, version = env!("CARGO_PKG_VERSION"), "serving");
-    let pages = web::router(stores.clone(), metrics.clone());
+    let intake = Intake::start(client.clone(), stores.clone());
+    let hooks = web::Hooks::new(settings.webhook_secret_file.clone(), intake.clone(), metrics.clone());
+    let pages = web::router(stores.clone(), metrics.clone(), hooks);
     let server = axum::serve(listener, pages).with_graceful_shutdown(stop.clone().cancelled_owned());
     let server = tokio::spawn(server.into_future());
 
@@ -80,7 +82,7 @@ async fn operate(settings: Settings) -> Result<()> {
     }
     let election =
         Election { client, namespace, identity: identity(), duration: settings.lease_duration, fence: fence.clone() };
-    let context = Arc::new(Context::new(settings, fenced, &fence, stores, metrics.clone()).await);
+    let context = Arc::new(Context::new(settings, fenced, &fence, stores, metrics.clone(), intake).await);
     let (begin, begun) = tokio::sync::oneshot::channel();
     let elected = || {
         metrics.leading.set(1.0);

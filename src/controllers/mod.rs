@@ -2,7 +2,9 @@
 
 pub mod board;
 pub mod claim;
+mod deliveries;
 mod instances;
+pub mod intake;
 mod launches;
 mod mirror;
 pub mod pickup;
@@ -27,7 +29,7 @@ use paddock_record::table_name;
 use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
-use self::{launches::Launches, pickup::Pickups, timers::Timers, troubles::Troubles};
+use self::{intake::Intake, launches::Launches, pickup::Pickups, timers::Timers, troubles::Troubles};
 use crate::{
     effects::{
         aws::Clients, credentials::CredentialStore, fence::Fence, github::GitHub, ledger::Ledger, machines::Machines,
@@ -44,6 +46,7 @@ pub struct Context {
     /// Writes only while this replica leads.
     pub client: Client,
     pub stores: Stores,
+    pub intake: Intake,
     pub metrics: Metrics,
     pub github: GitHub,
     pub credentials: CredentialStore,
@@ -58,7 +61,14 @@ pub struct Context {
 }
 
 impl Context {
-    pub async fn new(settings: Settings, client: Client, fence: &Fence, stores: Stores, metrics: Metrics) -> Self {
+    pub async fn new(
+        settings: Settings,
+        client: Client,
+        fence: &Fence,
+        stores: Stores,
+        metrics: Metrics,
+        intake: Intake,
+    ) -> Self {
         let reporter = Reporter { controller: "paddock".into(), instance: std::env::var("HOSTNAME").ok() };
         let aws = Clients::new(fence).await;
         let queues = Queues::new(aws.sqs);
@@ -76,6 +86,7 @@ impl Context {
             settings,
             client,
             stores,
+            intake,
             metrics,
         }
     }
@@ -120,6 +131,7 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
         pool::run(context.clone(), stop.clone()),
         claim::run(context.clone(), stop.clone()),
         board::run(context.clone(), stop.clone()),
+        deliveries::run(context.clone(), stop.clone()),
     );
 }
 

@@ -45,6 +45,14 @@ impl fmt::Debug for Credentials {
 }
 
 impl Credentials {
+    /// The App's number, which a token has not.
+    pub fn app(&self) -> Option<u64> {
+        match &self.auth {
+            Auth::App { id, .. } => Some(id.0),
+            Auth::Token(_) => None,
+        }
+    }
+
     /// The same App with the installation that a claim names, which is nearer than the Secret's.
     pub fn for_installation(mut self, id: Option<i64>) -> Self {
         if let (Auth::App { installation, .. }, Some(id)) = (&mut self.auth, id.and_then(|id| u64::try_from(id).ok())) {

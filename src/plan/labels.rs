@@ -14,6 +14,13 @@ impl<T: AsRef<str>> FromIterator<T> for LabelSet {
     }
 }
 
+impl LabelSet {
+    /// Whether a pool lists this set; it lists no label twice.
+    fn is(&self, listed: &[String]) -> bool {
+        listed.len() == self.0.len() && listed.iter().all(|label| self.0.contains(&label.to_lowercase()))
+    }
+}
+
 /// The pool of a claim: the one it already has, the one it names, or the only one that serves its labels. The pools
 /// are those of the claim's namespace.
 pub fn select<'a>(
@@ -27,24 +34,13 @@ pub fn select<'a>(
         return named.ok_or_else(|| (ClaimReason::PoolNotFound, format!("there is no pool {name} in this namespace")));
     }
     let listed = claim.spec.labels.as_deref().unwrap_or_default();
-    let labels: LabelSet = listed.iter().collect();
-    let (owner, repository) =
-        (claim.spec.owner.as_ref().map(|owner| owner.login.as_str()), claim.spec.repository_name());
-    let mut boards: Vec<_> = pools
-        .into_iter()
-        .filter(|pool| pool.metadata.deletion_timestamp.is_none())
-        .filter_map(|pool| match pool.spec.hardware() {
-            Some(Hardware::Board(board)) => Some((pool, nearness(board, &labels, owner, repository)?)),
-            Some(Hardware::Ec2(_)) | None => None,
-        })
-        .collect();
-    let nearest = boards.iter().map(|(_, nearness)| *nearness).max();
-    boards.retain(|(_, nearness)| Some(*nearness) == nearest);
+    let owner = claim.spec.owner.as_ref().map(|owner| owner.login.as_str());
+    let boards = nearest(listed, owner, claim.spec.repository_name(), pools);
     match boards[..] {
-        [(pool, _)] => Ok(pool),
+        [pool] => Ok(pool),
         [] => Err((ClaimReason::NoPoolForLabels, format!("no pool serves exactly the labels {}", listed.join(", ")))),
         [..] => {
-            let mut names: Vec<_> = boards.iter().filter_map(|(pool, _)| pool.metadata.name.as_deref()).collect();
+            let mut names: Vec<_> = boards.iter().filter_map(|pool| pool.metadata.name.as_deref()).collect();
             names.sort_unstable();
             let names = names.join(", ");
             Err((
@@ -53,6 +49,41 @@ pub fn select<'a>(
             ))
         }
     }
+}
+
+/// The pool, among those of all namespaces, in whose namespace a job's claim belongs. Where several serve its labels
+/// equally well it is the oldest, so that a pool that somebody makes elsewhere neither takes nor stops another's jobs;
+/// if its own namespace has several, the claim says so.
+pub fn home<'a>(
+    labels: &[String],
+    owner: &str,
+    repository: &str,
+    pools: impl IntoIterator<Item = &'a RunnerPool>,
+) -> Option<&'a RunnerPool> {
+    nearest(labels, Some(owner), Some(repository), pools).into_iter().min_by_key(|pool| {
+        let meta = &pool.metadata;
+        (meta.creation_timestamp.as_ref().map(|time| time.0), &meta.namespace, &meta.name)
+    })
+}
+
+/// The board pools that serve exactly these labels, as specifically as any does.
+fn nearest<'a>(
+    labels: &[String],
+    owner: Option<&str>,
+    repository: Option<&str>,
+    pools: impl IntoIterator<Item = &'a RunnerPool>,
+) -> Vec<&'a RunnerPool> {
+    let labels: LabelSet = labels.iter().collect();
+    let boards: Vec<_> = pools
+        .into_iter()
+        .filter(|pool| pool.metadata.deletion_timestamp.is_none())
+        .filter_map(|pool| match pool.spec.hardware() {
+            Some(Hardware::Board(board)) => Some((pool, nearness(board, &labels, owner, repository)?)),
+            Some(Hardware::Ec2(_)) | None => None,
+        })
+        .collect();
+    let nearest = boards.iter().map(|(_, nearness)| *nearness).max();
+    boards.into_iter().filter(|(_, nearness)| Some(*nearness) == nearest).map(|(pool, _)| pool).collect()
 }
 
 /// How specifically a pool serves the labels; the later, the nearer.
@@ -64,7 +95,7 @@ enum Nearness {
 }
 
 fn nearness(pool: &BoardPool, labels: &LabelSet, owner: Option<&str>, repository: Option<&str>) -> Option<Nearness> {
-    let serves = |sets: &[Vec<String>]| sets.iter().any(|set| set.iter().collect::<LabelSet>() == *labels);
+    let serves = |sets: &[Vec<String>]| sets.iter().any(|set| labels.is(set));
     let same = |a: &str, b: Option<&str>| b.is_some_and(|b| a.eq_ignore_ascii_case(b));
     let own =
         pool.overrides.iter().filter(|over| same(&over.owner, owner) && serves(&over.labels)).filter_map(|over| {
@@ -142,6 +173,28 @@ mod tests {
         assert_eq!(selected(&claim, &[a.clone(), b.clone()]), Err(ClaimReason::AmbiguousLabels));
         let going = with(&b, json!({"metadata": {"deletionTimestamp": "2025-01-01T00:00:00Z"}}));
         assert_eq!(selected(&claim, &[a, going]), Ok("a".into()));
+    }
+
+    #[test]
+    fn a_jobs_home_is_the_nearest_pool_of_all_namespaces_and_the_oldest_of_those() {
+        let at = |namespace: &str, created: &str, board: serde_json::Value| {
+            let pool = pool("p", board);
+            with(&pool, json!({"metadata": {"namespace": namespace, "creationTimestamp": created}}))
+        };
+        let older = at("team-b", "2024-01-01T00:00:00Z", json!({"labels": [["rv", "big"]]}));
+        let newer = at("team-a", "2025-01-01T00:00:00Z", json!({"labels": [["RV", "Big"], ["rv"]]}));
+        let own = json!({"labels": [], "overrides": [{"owner": "acme", "labels": [["rv", "big"]]}]});
+        let own = at("team-c", "2026-01-01T00:00:00Z", own);
+        let pools = [newer, own, older];
+        let home = |labels: &[&str], owner: &str| {
+            let labels: Vec<_> = labels.iter().map(|label| label.to_string()).collect();
+            home(&labels, owner, "kernel", &pools).and_then(|pool| pool.metadata.namespace.as_deref())
+        };
+        assert_eq!(home(&["big", "RV"], "other"), Some("team-b"));
+        assert_eq!(home(&["big", "rv"], "Acme"), Some("team-c"));
+        assert_eq!(home(&["rv"], "acme"), Some("team-a"));
+        assert_eq!(home(&["big"], "acme"), None);
+        assert_eq!(home(&[], "acme"), None);
     }
 
     #[test]

@@ -4,6 +4,7 @@ pub mod board_claim;
 pub mod board_worker;
 pub mod capacity;
 pub mod claim;
+pub mod deliveries;
 pub mod demand;
 pub mod entity;
 pub mod fleet;
@@ -16,4 +17,6 @@ pub mod pod;
 mod sample_ec2;
 #[cfg(test)]
 mod samples;
+pub mod signature;
 pub mod user_data;
+pub mod webhook;

@@ -1,20 +1,25 @@
-//! The one HTTP port: health, metrics, dashboards.
+//! The one HTTP port: health, metrics, webhooks, dashboards.
 
 mod html;
 mod paging;
 mod rows;
+mod secrets;
+mod webhook;
+
+use std::sync::Arc;
 
 use axum::{
     Json, Router,
     extract::{OriginalUri, Query as Params, State},
     http::{StatusCode, header},
     response::{IntoResponse, Redirect, Response},
-    routing::get,
+    routing::{get, post},
 };
 use jiff::Timestamp;
 use serde::Serialize;
 
 use self::paging::{Query, Window};
+pub use self::webhook::Hooks;
 use crate::{metrics::Metrics, stores::Stores};
 
 #[derive(Clone)]
@@ -23,7 +28,7 @@ struct Pages {
     metrics: Metrics,
 }
 
-pub fn router(stores: Stores, metrics: Metrics) -> Router {
+pub fn router(stores: Stores, metrics: Metrics, hooks: Hooks) -> Router {
     Router::new()
         .route("/", get(async || Redirect::temporary("/usage")))
         .route("/health", get(async || "ok"))
@@ -38,6 +43,7 @@ pub fn router(stores: Stores, metrics: Metrics) -> Router {
         .route("/workers", get(workers))
         .route("/workers.json", get(workers_json))
         .with_state(Pages { stores, metrics })
+        .merge(Router::new().route("/webhook", post(webhook::receive)).with_state(Arc::new(hooks)))
 }
 
 /// Ready once every cache has been filled: then pages tell the truth and a lease may be taken.

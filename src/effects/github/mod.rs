@@ -1,5 +1,6 @@
 //! GitHub: runners, their groups and tokens, and jobs.
 
+mod deliveries;
 mod error;
 mod session;
 

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use axum::http::Method;
+use axum::http::{HeaderMap, Method};
 use jiff::{SignedDuration, Timestamp};
 use octocrab::{Octocrab, service::middleware::retry::RetryConfig};
 use secrecy::{ExposeSecret, SecretString};
@@ -100,6 +100,17 @@ impl Sessions {
         }
     }
 
+    /// Asks for something that is the App's own, which needs no installation.
+    pub async fn call_as_app<T: DeserializeOwned>(
+        &self,
+        credentials: &Credentials,
+        route: &str,
+    ) -> Result<(HeaderMap, T), GitHubError> {
+        let own = Account { fingerprint: credentials.fingerprint.clone(), installation: None };
+        let (headers, text) = self.exchange(&self.client(credentials)?, &own, Method::GET, route, None).await?;
+        Ok((headers, parse(&text)?))
+    }
+
     async fn session(&self, credentials: &Credentials, scope: &Scope) -> Result<(Octocrab, Account), GitHubError> {
         let base = self.client(credentials)?;
         let own = Account { fingerprint: credentials.fingerprint.clone(), installation: None };
@@ -187,7 +198,6 @@ impl Sessions {
         Ok(client)
     }
 
-    /// One request: not while GitHub wants a pause, no write without the lease, never for longer than [`CALL_TIMEOUT`].
     async fn send<T: DeserializeOwned>(
         &self,
         client: &Octocrab,
@@ -196,6 +206,19 @@ impl Sessions {
         route: &str,
         body: Option<&Value>,
     ) -> Result<T, GitHubError> {
+        let (_, text) = self.exchange(client, account, method, route, body).await?;
+        parse(&text)
+    }
+
+    /// One request: not while GitHub wants a pause, no write without the lease, never for longer than [`CALL_TIMEOUT`].
+    async fn exchange(
+        &self,
+        client: &Octocrab,
+        account: &Account,
+        method: Method,
+        route: &str,
+        body: Option<&Value>,
+    ) -> Result<(HeaderMap, String), GitHubError> {
         let strikes = self.pass(account)?;
         if method != Method::GET {
             self.fence.check()?;
@@ -216,9 +239,7 @@ impl Sessions {
             .map_err(|_| GitHubError::Unavailable(format!("no answer within {} s", CALL_TIMEOUT.as_secs())))??;
         if status.is_success() {
             self.note(account, None);
-            let text = if text.is_empty() { "null" } else { &text };
-            return serde_json::from_str(text)
-                .map_err(|error| GitHubError::Unavailable(format!("an unexpected answer: {error}")));
+            return Ok((headers, text));
         }
         let error = GitHubError::of(status, &headers, &text, strikes, Timestamp::now());
         if let GitHubError::RateLimited { until } = error {
@@ -248,6 +269,11 @@ impl Sessions {
             }
         }
     }
+}
+
+fn parse<T: DeserializeOwned>(text: &str) -> Result<T, GitHubError> {
+    let text = if text.is_empty() { "null" } else { text };
+    serde_json::from_str(text).map_err(|error| GitHubError::Unavailable(format!("an unexpected answer: {error}")))
 }
 
 /// The cause without octocrab's backtraces; its requests carry no secret in their address.
