@@ -153,6 +153,11 @@ proptest! {
     fn i9_any_bytes_are_borne(event in "workflow_job|workflow_run|ping|.{0,8}", body in prop::collection::vec(any::<u8>(), 0..300)) {
         prop_assert!(read(&event, &body).is_err());
     }
+}
+
+proptest! {
+    // A megabyte takes its time.
+    #![proptest_config(ProptestConfig::with_cases(24))]
 
     /// Anything that people can write into a workflow is data, cut to what the API takes.
     #[test]
