@@ -12,14 +12,15 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use k8s_openapi::api::{
-    authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
-    core::v1::{Node, ServiceAccount},
+    authentication::v1::{TokenRequest, TokenRequestSpec},
+    core::v1::ServiceAccount,
 };
 use kube::{
-    Api, Client, Config, ResourceExt,
+    Api, Client, Config,
     api::PostParams,
     config::{KubeConfigOptions, Kubeconfig},
 };
+use serde_json::{Value, json};
 use tokio::{io::AsyncWriteExt, sync::Mutex};
 
 use crate::{
@@ -137,42 +138,15 @@ impl ControlPlane {
         self.pki.kubeconfig(path, &format!("https://127.0.0.1:{port}"), "default", Identity::Certificate(&admin))
     }
 
-    /// A kubeconfig with the rights of a service account, by a token of its own.
+    /// A kubeconfig with the rights of a service account, by a token as its pods would have.
     pub async fn kubeconfig_for_service_account(&self, namespace: &str, name: &str) -> Result<PathBuf> {
-        self.kubeconfig_with_token(namespace, name, None).await
-    }
-
-    /// The same by a token that names the node, as the token of a pod there would.
-    pub async fn kubeconfig_of_pod(&self, namespace: &str, name: &str, node: &str) -> Result<PathBuf> {
-        let node = Api::<Node>::all(self.client()).get(node).await?;
-        let bound = BoundObjectReference {
-            api_version: Some("v1".into()),
-            kind: Some("Node".into()),
-            uid: node.uid(),
-            name: node.metadata.name,
-        };
-        self.kubeconfig_with_token(namespace, name, Some(bound)).await
-    }
-
-    async fn kubeconfig_with_token(
-        &self,
-        namespace: &str,
-        name: &str,
-        bound: Option<BoundObjectReference>,
-    ) -> Result<PathBuf> {
         let accounts: Api<ServiceAccount> = Api::namespaced(self.client(), namespace);
-        let bearer =
-            bound.as_ref().and_then(|bound| bound.name.clone()).map_or(String::new(), |node| format!("-{node}"));
-        let spec = TokenRequestSpec {
-            expiration_seconds: Some(TOKEN_SECONDS),
-            bound_object_ref: bound,
-            ..TokenRequestSpec::default()
-        };
+        let spec = TokenRequestSpec { expiration_seconds: Some(TOKEN_SECONDS), ..TokenRequestSpec::default() };
         let request = TokenRequest { spec, ..TokenRequest::default() };
         let answer = accounts.create_token_request(name, &PostParams::default(), &request).await;
         let answer = answer.with_context(|| format!("no token for the service account {namespace}/{name}"))?;
         let token = answer.status.context("the token request was answered without a token")?.token;
-        let path = config_path(&self.dir, &format!("{namespace}-{name}{bearer}"));
+        let path = config_path(&self.dir, &format!("{namespace}-{name}"));
         self.pki.kubeconfig(&path, &self.url, namespace, Identity::Token(&token))?;
         Ok(path)
     }
@@ -186,6 +160,8 @@ impl ControlPlane {
         let pki = &self.pki;
         let serving = self.dir.join("pki/kube-apiserver");
         let kubelet_client = self.dir.join("pki/apiserver-kubelet-client");
+        let policy = self.dir.join("audit-policy.json");
+        fs::write(&policy, audit_policy().to_string())?;
         let mut process = self.spawn("kube-apiserver", |command| {
             command
                 .args(["--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction"])
@@ -201,7 +177,10 @@ impl ControlPlane {
                 .arg(flag("--service-account-key-file", pki.service_account_key().with_extension("pub")))
                 .arg(flag("--service-account-signing-key-file", pki.service_account_key()))
                 .arg(flag("--kubelet-client-certificate", kubelet_client.with_extension("crt")))
-                .arg(flag("--kubelet-client-key", kubelet_client.with_extension("key")));
+                .arg(flag("--kubelet-client-key", kubelet_client.with_extension("key")))
+                .arg(flag("--audit-policy-file", policy))
+                .arg(flag("--audit-log-path", self.audit_log()))
+                .args(["--audit-log-mode=batch", "--audit-log-batch-max-wait=1s"]);
             if self.address.is_loopback() {
                 // Loopback is no valid endpoint of a service, so the service gets none.
                 command.args(["--bind-address=127.0.0.1", "--endpoint-reconciler-type=none"]);
@@ -210,6 +189,11 @@ impl ControlPlane {
         process.until_ready(DEADLINE, async || self.is_ready().await).await?;
         *running = Some(process);
         Ok(())
+    }
+
+    /// Everything that the operator ever wrote, object by object, but for Secrets; a second behind.
+    pub fn audit_log(&self) -> PathBuf {
+        self.dir.join("log/audit.log")
     }
 
     /// Ends the API server at once, as a crash would.
@@ -287,6 +271,22 @@ impl ControlPlane {
     }
 }
 
+fn audit_policy() -> Value {
+    let secret = [
+        json!({ "group": "", "resources": ["secrets", "serviceaccounts/token"] }),
+        json!({ "group": "coordination.k8s.io", "resources": ["leases"] }),
+    ];
+    let operator = format!("system:serviceaccount:{RELEASE_NAMESPACE}:{RELEASE}");
+    json!({
+        "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
+        "rules": [
+            { "level": "None", "resources": secret },
+            { "level": "Request", "users": [operator], "verbs": ["create", "update", "patch"] },
+            { "level": "None" },
+        ],
+    })
+}
+
 /// The text of a command's standard output, or an error with what it said.
 pub fn succeeded(what: &str, output: Output) -> Result<String> {
     if !output.status.success() {
@@ -326,16 +326,8 @@ fn start_etcd(dir: &Path, port: u16) -> Result<Process> {
 
 /// The documents of a rendered chart that make the operator's rights, not those that make it run.
 fn without_workload(rendered: &str) -> String {
-    const KINDS: [&str; 8] = [
-        "CustomResourceDefinition",
-        "ServiceAccount",
-        "ClusterRole",
-        "ClusterRoleBinding",
-        "Role",
-        "RoleBinding",
-        "ValidatingAdmissionPolicy",
-        "ValidatingAdmissionPolicyBinding",
-    ];
+    const KINDS: [&str; 6] =
+        ["CustomResourceDefinition", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"];
     let kind = |document: &str| document.lines().find_map(|line| line.strip_prefix("kind: ").map(str::to_owned));
     let kept = rendered.split("\n---\n").filter(|text| kind(text).is_some_and(|kind| KINDS.contains(&kind.as_str())));
     kept.collect::<Vec<_>>().join("\n---\n")

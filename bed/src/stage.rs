@@ -40,6 +40,9 @@ pub const CLUSTER: &str = "bed";
 pub const ORGANIZATION: &str = "acme";
 pub const REPOSITORY: &str = "rocket";
 
+/// The secret of webhooks, as the operator has it in a file.
+pub const WEBHOOK_SECRET: &str = "It's a PaddockCanary to Everybody";
+
 /// The Secret with the GitHub App, in every namespace made by [`Stage::namespace`].
 pub const CREDENTIALS: &str = "github-app";
 
@@ -70,7 +73,7 @@ impl Stage {
         let dir = isolated.dir.clone();
         let kube = async {
             let kube = ControlPlane::start(&dir, isolated.address).await?;
-            let kubeconfig = kube.install_chart_rbac(&["devicePlugin.enabled=true"]).await?;
+            let kubeconfig = kube.install_chart_rbac(&[]).await?;
             anyhow::Ok((kube, kubeconfig))
         };
         let github = GitHub::start(github::Options {
@@ -96,6 +99,11 @@ impl Stage {
 
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// The GitHub App's key.
+    pub fn private_key(&self) -> &str {
+        &self.app.private_key
     }
 
     /// Makes a namespace with the GitHub App's credentials in it.
@@ -152,9 +160,13 @@ impl Stage {
     }
 
     pub async fn operator_at(&self, name: &str, address: SocketAddr, arguments: &[&str]) -> Result<Operator> {
+        let secrets = self.dir.join("webhook-secrets");
+        std::fs::write(&secrets, format!("{WEBHOOK_SECRET}\n"))?;
         let mut command = Command::new(binary("paddock")?);
         command
             .args(["run", "--cluster-name", CLUSTER, "--github-api-url", &self.github.api_url()])
+            .arg("--webhook-secret-file")
+            .arg(secrets)
             .args(["--listen", &address.to_string(), "--lease-duration", "3s"])
             .args(arguments)
             .env("KUBECONFIG", &self.operator_kubeconfig)

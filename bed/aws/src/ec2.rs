@@ -34,6 +34,7 @@ pub async fn perform(front: &Arc<Front>, action: &str, form: Form, quirk: Option
         "DescribeInstances" => describe(front, form).await?,
         "TerminateInstances" => end(front, form, InstanceState::Terminated).await?,
         "StopInstances" => end(front, form, InstanceState::Stopped).await?,
+        "DeleteLaunchTemplate" => delete_template(front, form).await?,
         "CreateTags" | "DeleteTags" => tag(front, form, action == "CreateTags").await?,
         _ => {
             check_user_data(form.get("LaunchTemplateData.UserData"))?;
@@ -41,6 +42,17 @@ pub async fn perform(front: &Arc<Front>, action: &str, form: Form, quirk: Option
         }
     };
     Ok(Answer::xml(text))
+}
+
+/// moto takes a name that it does not know for no name at all.
+async fn delete_template(front: &Front, form: Form) -> Outcome<String> {
+    match (front.moto(&form).await, form.get("LaunchTemplateName")) {
+        (Err(Failure::Refused(answer)), Some(name)) if answer.text().contains("MissingParameter") => {
+            let message = format!("The specified launch template, with template name {name}, does not exist.");
+            Err(Failure::refused("InvalidLaunchTemplateName.NotFoundException", message))
+        }
+        (outcome, _) => outcome,
+    }
 }
 
 /// Ends instances as their owner would, or the cloud.

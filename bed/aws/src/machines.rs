@@ -7,6 +7,7 @@
 use std::{
     collections::BTreeMap,
     fs,
+    io::Write,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::Command,
@@ -83,6 +84,8 @@ struct Machine {
     frozen: bool,
     metadata: AbortHandle,
     dir: PathBuf,
+    /// What outlives it.
+    log: PathBuf,
 }
 
 impl Machines {
@@ -158,11 +161,9 @@ impl Machines {
         })
     }
 
-    /// What the user data and all it started printed, also after the end of the instance.
+    /// What the user data and all it started printed, and after the end of the instance also what was in its `/var/log`.
     pub fn log(&self, id: &str) -> String {
-        fs::read(self.park.log_dir().join(format!("{id}.log")))
-            .map(|text| String::from_utf8_lossy(&text).into_owned())
-            .unwrap_or_default()
+        fs::read(self.park.log(id)).map(|text| String::from_utf8_lossy(&text).into_owned()).unwrap_or_default()
     }
 
     /// The directory that the machine sees as `$PADDOCK_ROOT`.
@@ -184,7 +185,21 @@ impl Drop for Machine {
     fn drop(&mut self) {
         self.metadata.abort();
         self.process = None;
+        if let Err(error) = self.keep_logs() {
+            tracing::error!("{}: its logs could not be kept: {error:#}", self.dir.display());
+        }
         remove(&self.dir);
+    }
+}
+
+impl Machine {
+    fn keep_logs(&self) -> Result<()> {
+        let Ok(logs) = fs::read_dir(self.dir.join("root/var/log")) else { return Ok(()) };
+        for file in logs {
+            let text = fs::read(file?.path())?;
+            fs::File::options().create(true).append(true).open(&self.log)?.write_all(&text)?;
+        }
+        Ok(())
     }
 }
 
@@ -215,8 +230,8 @@ impl Park {
     async fn boot(self: Arc<Self>, instance: Instance) -> Result<()> {
         tokio::time::sleep(self.options.boot_delay).await;
         let (url, metadata) = imds::serve(self.front.clone(), &instance.id).await?;
-        let dir = self.dir.join(&instance.id);
-        let mut machine = Machine { process: None, frozen: false, metadata, dir };
+        let (dir, log) = (self.dir.join(&instance.id), self.log(&instance.id));
+        let mut machine = Machine { process: None, frozen: false, metadata, dir, log };
         let less = |left: u32| left.checked_sub(1);
         let fails = self.failing_boots.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).is_ok();
         spawn_blocking(move || {
@@ -265,6 +280,10 @@ impl Park {
 
     fn log_dir(&self) -> PathBuf {
         self.dir.join("log")
+    }
+
+    fn log(&self, id: &str) -> PathBuf {
+        self.log_dir().join(format!("{id}.log"))
     }
 
     fn with<T>(&self, id: &str, act: impl FnOnce(&mut Machine) -> Result<T>) -> Result<T> {

@@ -40,6 +40,7 @@ pub use model::*;
 pub use rate::Secondary;
 use tokio::{net::TcpListener, task::JoinHandle};
 
+pub use crate::world::CANARY;
 use crate::{
     hub::Hub,
     world::{Patience, World},

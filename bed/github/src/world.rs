@@ -207,10 +207,14 @@ pub fn same_scope(a: &Scope, b: &Scope) -> bool {
     }
 }
 
+/// In every secret that the simulator gives out, so that a test can look for it wherever no secret may be. Registration
+/// and removal tokens have it in capitals.
+pub const CANARY: &str = "PaddockCanary";
+
 /// An unguessable word with GitHub's kind of prefix.
 pub fn secret(prefix: &str) -> String {
     let random: [u8; 18] = rand::random();
-    prefix.chars().chain(random.iter().map(|byte| ALPHABET[usize::from(byte % 62)])).collect()
+    prefix.chars().chain(CANARY.chars()).chain(random.iter().map(|byte| ALPHABET[usize::from(byte % 62)])).collect()
 }
 
 const ALPHABET: [char; 62] = {

@@ -1,0 +1,151 @@
+//! AWS as a person at its console has it: what the operator and the agents have written there, and a hand to meddle with it.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, ensure};
+use aws_sdk_dynamodb::{
+    Client,
+    config::{BehaviorVersion, Credentials, Region},
+    types::AttributeValue,
+};
+use jiff::Timestamp;
+use paddock_record::{Heartbeat, IdleMessage, Instance, Signal, WorkerSignal, entity, key, table_name};
+use serde_json::{Value, json};
+
+use crate::aws::Aws;
+
+/// Receives without a message are believed after so many: a poll may come back empty while another has it.
+const LOOKS: usize = 3;
+
+pub struct Cloud {
+    dynamodb: Client,
+    http: reqwest::Client,
+    endpoint: String,
+    table: String,
+}
+
+impl Cloud {
+    /// A view of one cluster's records, queues and templates.
+    pub fn new(aws: &Aws, cluster: &str) -> Self {
+        let config = aws_sdk_dynamodb::Config::builder()
+            .behavior_version(BehaviorVersion::latest())
+            .region(Region::new("us-east-1"))
+            .endpoint_url(aws.endpoint())
+            .credentials_provider(Credentials::new("console", "console", None, None, "console"))
+            .build();
+        Self {
+            dynamodb: Client::from_conf(config),
+            http: reqwest::Client::new(),
+            endpoint: aws.endpoint().to_owned(),
+            table: table_name(cluster),
+        }
+    }
+
+    /// The record of every instance of a pool (`namespace/name`).
+    pub async fn records(&self, pool: &str) -> Result<Vec<Instance>> {
+        let query = self.dynamodb.query().table_name(&self.table).key_condition_expression("PK = :pk");
+        let pk = AttributeValue::S(format!("TYPE#{}", entity::INSTANCE));
+        let pages = query.expression_attribute_values(":pk", pk).consistent_read(true).into_paginator().items().send();
+        let items = pages.collect::<Result<Vec<_>, _>>().await?;
+        let records = items.iter().map(Instance::from_item).collect::<Result<Vec<_>, _>>()?;
+        Ok(records.into_iter().filter(|record| record.pool == pool).collect())
+    }
+
+    pub async fn record(&self, id: &str) -> Result<Option<Instance>> {
+        Ok(self.item(entity::INSTANCE, id).await?.as_ref().map(Instance::from_item).transpose()?)
+    }
+
+    pub async fn heartbeat(&self, id: &str) -> Result<Option<Heartbeat>> {
+        Ok(self.item(entity::HEARTBEAT, id).await?.as_ref().map(Heartbeat::from_item).transpose()?)
+    }
+
+    pub async fn signal(&self, id: &str) -> Result<Option<WorkerSignal>> {
+        Ok(self.item(entity::SIGNAL, id).await?.as_ref().map(WorkerSignal::from_item).transpose()?)
+    }
+
+    async fn item(&self, entity: &str, id: &str) -> Result<Option<std::collections::HashMap<String, AttributeValue>>> {
+        let get = self.dynamodb.get_item().table_name(&self.table).set_key(Some(key(entity, id)));
+        Ok(get.consistent_read(true).send().await?.item)
+    }
+
+    /// All that the table holds.
+    pub async fn dump(&self) -> Result<String> {
+        let items = self.dynamodb.scan().table_name(&self.table).into_paginator().items().send();
+        Ok(format!("{:?}", items.collect::<Result<Vec<_>, _>>().await?))
+    }
+
+    /// Speaks for an agent.
+    pub async fn forge_signal(&self, id: &str, signal: Signal, run_id: &str) -> Result<()> {
+        let (instance_id, run_id) = (id.to_owned(), run_id.to_owned());
+        let said = WorkerSignal { instance_id, signal, run_id, updated_at: Timestamp::now() };
+        self.dynamodb.put_item().table_name(&self.table).set_item(Some(said.to_item())).send().await?;
+        Ok(())
+    }
+
+    /// Removes the record of an instance.
+    pub async fn delete_record(&self, id: &str) -> Result<()> {
+        let delete = self.dynamodb.delete_item().table_name(&self.table);
+        delete.set_key(Some(key(entity::INSTANCE, id))).send().await?;
+        Ok(())
+    }
+
+    /// The ids that a queue offers, from its visible messages, which stay there.
+    pub async fn offers(&self, queue: &str) -> Result<BTreeSet<String>> {
+        let mut ids = BTreeSet::new();
+        for _ in 0..LOOKS {
+            let request = json!({ "QueueUrl": queue, "MaxNumberOfMessages": 10, "VisibilityTimeout": 0 });
+            let answer = self.sqs("ReceiveMessage", request).await?;
+            let bodies =
+                answer["Messages"].as_array().into_iter().flatten().filter_map(|message| message["Body"].as_str());
+            ids.extend(bodies.filter_map(|body| serde_json::from_str::<IdleMessage>(body).ok()).map(|m| m.instance_id));
+        }
+        Ok(ids)
+    }
+
+    /// How many messages a queue has, hidden ones among them.
+    pub async fn queue_size(&self, queue: &str) -> Result<u64> {
+        let request = json!({ "QueueUrl": queue, "AttributeNames": ["All"] });
+        let answer = self.sqs("GetQueueAttributes", request).await?;
+        let count = |name| answer["Attributes"][name].as_str().and_then(|text| text.parse::<u64>().ok()).unwrap_or(0);
+        Ok(count("ApproximateNumberOfMessages") + count("ApproximateNumberOfMessagesNotVisible"))
+    }
+
+    pub async fn send(&self, queue: &str, body: &str) -> Result<()> {
+        self.sqs("SendMessage", json!({ "QueueUrl": queue, "MessageBody": body })).await.map(drop)
+    }
+
+    /// Whether there is such a queue.
+    pub async fn has_queue(&self, queue: &str) -> Result<bool> {
+        let queues = self.sqs("ListQueues", json!({})).await?;
+        Ok(queues["QueueUrls"].as_array().into_iter().flatten().any(|url| url == queue))
+    }
+
+    pub async fn delete_queue(&self, queue: &str) -> Result<()> {
+        self.sqs("DeleteQueue", json!({ "QueueUrl": queue })).await.map(drop)
+    }
+
+    async fn sqs(&self, action: &str, request: Value) -> Result<Value> {
+        let post = self.http.post(&self.endpoint).header("x-amz-target", format!("AmazonSQS.{action}"));
+        let post = post.header("content-type", "application/x-amz-json-1.0").body(request.to_string());
+        let answer = post.send().await?;
+        let (status, text) = (answer.status(), answer.text().await?);
+        ensure!(status.is_success(), "SQS does not {action}: {text}");
+        Ok(if text.is_empty() { json!({}) } else { serde_json::from_str(&text).context("SQS speaks JSON")? })
+    }
+
+    /// The ids of all launch templates.
+    pub async fn templates(&self) -> Result<String> {
+        self.ec2(&[("Action", "DescribeLaunchTemplates")]).await
+    }
+
+    pub async fn delete_template(&self, id: &str) -> Result<()> {
+        self.ec2(&[("Action", "DeleteLaunchTemplate"), ("LaunchTemplateId", id)]).await.map(drop)
+    }
+
+    async fn ec2(&self, form: &[(&str, &str)]) -> Result<String> {
+        let answer = self.http.post(&self.endpoint).form(form).send().await?;
+        let (status, text) = (answer.status(), answer.text().await?);
+        ensure!(status.is_success(), "EC2 does not {form:?}: {text}");
+        Ok(text)
+    }
+}
