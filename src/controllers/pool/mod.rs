@@ -74,7 +74,7 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
     let timer = format!("prepare {key} {}", pool.metadata.generation.unwrap_or_default());
     let prepared = match new.launch_template.is_some() && !context.timers.due(&timer, VERIFY) {
         true => Ok(()),
-        false => prepare(context, pool, ec2, &mut new).await.inspect_err(|_| context.timers.reset(&timer)),
+        false => prepare(context, pool, ec2, &mut new).await,
     };
     // Machines are looked after whatever became of the preparations: their time runs on.
     let kept = match context.ledger.is_loaded() {
@@ -85,6 +85,10 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
         Ok(()) => keep_warm(context, pool, ec2, &key, &new).await,
         trouble => trouble,
     };
+    if outcome.is_err() {
+        // Something that was made may be gone: it is looked for again, not only when its time has come.
+        context.timers.reset(&timer);
+    }
     let (reason, message) = outcome.err().unwrap_or((PoolReason::Ready, "the pool serves claims".to_owned()));
     let instances = context.ledger.of_pool(&key);
     mirror::mirror(context, pool, ec2, &instances).await?;
@@ -152,18 +156,17 @@ async fn remove(context: &Context, pool: &RunnerPool) -> Result<Action> {
         Ok(false) => Some((PoolReason::Deleting, "the DynamoDB table is being created".into())),
         Err(error) => Some(at_aws(error)),
     };
-    let holders: HashSet<_> = context
-        .ledger
-        .of_pool(&key)
-        .into_iter()
-        .filter(|tracked| tracked.record.state != State::Terminated && !tracked.record.claim.is_empty())
-        .map(|tracked| tracked.record.claim)
-        .collect();
-    let outcome = match trouble {
-        Some(trouble) => Err(trouble),
-        None if holders.is_empty() => take_down(context, pool, ec2, &key).await.map_err(at_aws),
-        None => {
-            let message = format!("waiting for {} claims that hold machines to be deleted or to end", holders.len());
+    let instances = context.ledger.of_pool(&key);
+    let live = instances.iter().map(|tracked| &tracked.record).filter(|record| record.state != State::Terminated);
+    let holders: HashSet<_> = live.clone().filter(|record| !record.claim.is_empty()).map(|r| &r.claim).collect();
+    // A machine that ends before it has left GitHub leaves its runner there.
+    let leaving = live.filter(|record| !record.leaving.is_empty()).count();
+    let outcome = match (trouble, holders.len(), leaving) {
+        (Some(trouble), ..) => Err(trouble),
+        (None, 0, 0) => take_down(context, pool, ec2, &key).await.map_err(at_aws),
+        (None, 0, leaving) => Err((PoolReason::Deleting, format!("waiting for {leaving} machines to leave GitHub"))),
+        (None, claims, _) => {
+            let message = format!("waiting for {claims} claims that hold machines to be deleted or to end");
             Err((PoolReason::Deleting, message))
         }
     };
