@@ -1,4 +1,4 @@
-//! Stands between the operator and both Kubernetes and GitHub, counts its writes, and kills it right after one of them:
+//! Stands between the operator and Kubernetes, GitHub and AWS, counts its writes, and kills it right after one of them:
 //! the write was carried out, and the operator never learns.
 
 use std::sync::{Arc, Mutex};
@@ -8,34 +8,53 @@ use axum::{
     Router,
     body::{Body, Bytes, to_bytes},
     extract::{Request, State},
-    http::{Method, StatusCode, header},
+    http::{HeaderMap, Method, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use kube::Client;
+use serde_json::Value;
 use tokio::{net::TcpListener, sync::Notify};
 
-/// One write among all: what was written, and the how-manieth of its kind it was.
+/// One write among all of a stage: what was written, and the how-manieth of its kind it was.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Write {
+    pub stage: &'static str,
     pub what: String,
     pub number: usize,
 }
 
+impl std::fmt::Display for Write {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {} #{}", self.stage, self.what, self.number)
+    }
+}
+
 pub struct Gate {
-    /// The write after which the operator dies.
-    fatal: Option<Write>,
+    /// The writes after which the operator dies.
+    fatal: Vec<Write>,
     pub killed: Notify,
-    writes: Mutex<Vec<Write>>,
+    written: Mutex<Written>,
+}
+
+#[derive(Default)]
+struct Written {
+    stage: &'static str,
+    writes: Vec<Write>,
 }
 
 impl Gate {
-    pub fn new(fatal: Option<Write>) -> Arc<Self> {
-        Arc::new(Self { fatal, killed: Notify::new(), writes: Mutex::default() })
+    pub fn new(fatal: Vec<Write>) -> Arc<Self> {
+        Arc::new(Self { fatal, killed: Notify::new(), written: Mutex::default() })
     }
 
     /// Every write so far, in order.
     pub fn writes(&self) -> Vec<Write> {
-        self.writes.lock().expect("nobody panics with it").clone()
+        self.written.lock().expect("nobody panics with it").writes.clone()
+    }
+
+    /// Writes from now on belong to this stage.
+    pub fn begin(&self, stage: &'static str) {
+        self.written.lock().expect("nobody panics with it").stage = stage;
     }
 
     /// Serves `upstream` at an address that it gives.
@@ -49,17 +68,80 @@ impl Gate {
 
     /// Notes a write; says whether it is the last.
     fn note(&self, what: String) -> bool {
-        let mut writes = self.writes.lock().expect("nobody panics with it");
-        let number = writes.iter().filter(|write| write.what == what).count() + 1;
-        writes.push(Write { what, number });
-        writes.last() == self.fatal.as_ref()
+        let mut written = self.written.lock().expect("nobody panics with it");
+        let stage = written.stage;
+        let alike = written.writes.iter().filter(|write| write.stage == stage && write.what == what);
+        let number = alike.count() + 1;
+        let write = Write { stage, what, number };
+        let fatal = self.fatal.contains(&write);
+        written.writes.push(write);
+        fatal
     }
 }
 
-/// What a request writes, without names; nothing for a read. Leases and events are written all the time and decide
-/// nothing, and a token changes nothing.
-fn written(method: &Method, path: &str) -> Option<String> {
-    let ignored = ["/leases", "/events", "/access_tokens"];
+/// Where GitHub's API is below its address.
+pub const API: &str = "/api/v3";
+
+#[derive(Clone)]
+pub enum Upstream {
+    Kubernetes(Client),
+    GitHub(reqwest::Client, String),
+    Aws(reqwest::Client, String),
+}
+
+async fn pass(State((gate, upstream)): State<(Arc<Gate>, Upstream)>, request: Request) -> Response {
+    match upstream.send(request).await {
+        Ok((answer, Some(what))) if answer.status().is_success() => {
+            if gate.note(what) {
+                gate.killed.notify_one();
+                // Nobody is there to hear the answer.
+                std::future::pending::<()>().await;
+            }
+            answer
+        }
+        Ok((answer, _)) => answer,
+        Err(error) => (StatusCode::BAD_GATEWAY, error.to_string()).into_response(),
+    }
+}
+
+impl Upstream {
+    /// The answer, and what the request writes.
+    async fn send(&self, request: Request) -> Result<(Response, Option<String>)> {
+        let (mut parts, body) = request.into_parts();
+        let body: Bytes = to_bytes(body, usize::MAX).await?;
+        parts.headers.remove(header::HOST);
+        match self {
+            Self::Kubernetes(client) => {
+                let what = object_written(&parts.method, parts.uri.path());
+                // The client puts in its own server and rights.
+                let path = parts.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
+                parts.uri = path.parse()?;
+                parts.headers.remove(header::CONTENT_LENGTH);
+                let answer = client.send(axum::http::Request::from_parts(parts, body.to_vec().into())).await?;
+                Ok((answer.map(Body::new), what))
+            }
+            Self::GitHub(client, base) => {
+                // Runners come by, too: the operator tells them where GitHub is.
+                let what = parts.uri.path().strip_prefix(API).and_then(|path| object_written(&parts.method, path));
+                let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
+                let request = client.request(parts.method, format!("{base}{path}")).headers(parts.headers).body(body);
+                let answer = request.send().await?;
+                Ok(((answer.status(), answer.headers().clone(), answer.bytes().await?).into_response(), what))
+            }
+            Self::Aws(client, base) => {
+                let request = client.post(base).headers(parts.headers.clone()).body(body.clone()).send().await?;
+                let (status, headers, answer) = (request.status(), request.headers().clone(), request.bytes().await?);
+                let what = aws_written(&parts.headers, &body, &answer);
+                Ok(((status, headers, answer).into_response(), what))
+            }
+        }
+    }
+}
+
+/// What a request to Kubernetes or GitHub writes, without names; nothing for a read. Leases and events are written all
+/// the time and decide nothing, and a token changes nothing.
+fn object_written(method: &Method, path: &str) -> Option<String> {
+    let ignored = ["/leases", "/events", "/access_tokens", "/registration-token", "/remove-token"];
     if method.is_safe() || ignored.iter().any(|part| path.contains(part)) {
         return None;
     }
@@ -74,50 +156,33 @@ fn written(method: &Method, path: &str) -> Option<String> {
     Some(format!("{method} {what}"))
 }
 
-#[derive(Clone)]
-pub enum Upstream {
-    Kubernetes(Client),
-    GitHub(reqwest::Client, String),
-}
-
-async fn pass(State((gate, upstream)): State<(Arc<Gate>, Upstream)>, request: Request) -> Response {
-    let (method, path) = (request.method().clone(), request.uri().path().to_owned());
-    let answer = match upstream.send(request).await {
-        Ok(answer) => answer,
-        Err(error) => (StatusCode::BAD_GATEWAY, error.to_string()).into_response(),
-    };
-    if let Some(what) = written(&method, &path)
-        && gate.note(what)
-    {
-        gate.killed.notify_one();
-        // Nobody is there to hear the answer.
-        std::future::pending::<()>().await;
-    }
-    answer
-}
-
-impl Upstream {
-    async fn send(&self, request: Request) -> Result<Response> {
-        let (mut parts, body) = request.into_parts();
-        let body: Bytes = to_bytes(body, usize::MAX).await?;
-        parts.headers.remove(header::HOST);
-        match self {
-            Self::Kubernetes(client) => {
-                // The client puts in its own server and rights.
-                let path = parts.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned();
-                parts.uri = path.parse()?;
-                parts.headers.remove(header::CONTENT_LENGTH);
-                let answer = client.send(axum::http::Request::from_parts(parts, body.to_vec().into())).await?;
-                Ok(answer.map(Body::new))
-            }
-            Self::GitHub(client, base) => {
-                let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
-                let request = client.request(parts.method, format!("{base}{path}")).headers(parts.headers).body(body);
-                let answer = request.send().await?;
-                let status = answer.status();
-                let headers = answer.headers().clone();
-                Ok((status, headers, answer.bytes().await?).into_response())
-            }
+/// What a call to AWS writes. A receive that brings messages hides them from everybody else, so it is a write.
+fn aws_written(headers: &HeaderMap, body: &[u8], answer: &[u8]) -> Option<String> {
+    let action = match headers.get("x-amz-target").and_then(|target| target.to_str().ok()) {
+        Some(target) => target.split_once('.')?.1.to_owned(),
+        None => {
+            let form = String::from_utf8_lossy(body);
+            form.split('&').find_map(|field| field.strip_prefix("Action="))?.to_owned()
         }
+    };
+    match action.as_str() {
+        "ReceiveMessage" => {
+            let answer: Value = serde_json::from_slice(answer).ok()?;
+            answer["Messages"].as_array().filter(|messages| !messages.is_empty()).map(|_| action)
+        }
+        "UpdateItem" => Some(match new_state(body) {
+            Some(state) => format!("{action} to {state}"),
+            None => action,
+        }),
+        _ if ["Get", "Describe", "List", "Query", "BatchGet"].iter().any(|read| action.starts_with(read)) => None,
+        _ => Some(action),
     }
+}
+
+/// The state that an update puts an instance in.
+fn new_state(body: &[u8]) -> Option<String> {
+    let update: Value = serde_json::from_slice(body).ok()?;
+    let (_, assigned) = update["UpdateExpression"].as_str()?.split_once("#state = ")?;
+    let value = assigned.split([',', ' ']).next()?;
+    update["ExpressionAttributeValues"][value]["S"].as_str().map(str::to_owned)
 }
