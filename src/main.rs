@@ -2,7 +2,12 @@ use std::{path::Path, process::ExitCode};
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
-use paddock::{api, run, settings::Settings, telemetry};
+use paddock::{
+    api, run,
+    settings::{LogFormat, Settings},
+    telemetry,
+};
+use paddock_device_plugin::settings::Settings as PluginSettings;
 
 /// GitHub Actions runners for Kubernetes: a warm pool of EC2 machines, and RISC-V boards.
 #[derive(Parser)]
@@ -19,6 +24,16 @@ enum Command {
     /// AWS and Kubernetes are reached by the standard means of their SDKs: AWS_REGION, AWS_ENDPOINT_URL, a profile or a
     /// role for the one, KUBECONFIG or the pod's service account for the other.
     Run(Box<Settings>),
+    /// Advertise this board's runner slots to its kubelet, and label its node with the board.
+    ///
+    /// Kubernetes is reached by KUBECONFIG or the pod's service account.
+    DevicePlugin {
+        #[command(flatten)]
+        settings: PluginSettings,
+        /// How log lines look: for people, or as JSON for a log store. `RUST_LOG` sets what is logged.
+        #[arg(long, env = "PADDOCK_LOG_FORMAT", value_name = "FORMAT", default_value = "human")]
+        log_format: LogFormat,
+    },
     /// Print the custom resource definitions as YAML.
     Crds,
     /// Write the generated files of the repository: definitions, chart copies, reference.
@@ -31,6 +46,10 @@ fn main() -> ExitCode {
         Command::Run(settings) => {
             telemetry::start(settings.log_format);
             run::run(*settings)
+        }
+        Command::DevicePlugin { settings, log_format } => {
+            telemetry::start(log_format);
+            run::device_plugin(settings)
         }
         Command::Crds => {
             for (_, yaml) in api::crds_yaml() {

@@ -1,4 +1,4 @@
-//! `paddock run`: puts the parts together, and takes them apart again.
+//! `paddock run` and `paddock device-plugin`: put the parts together, and take them apart again.
 
 use std::{sync::Arc, time::Duration};
 
@@ -25,18 +25,35 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long open connections may go on after that.
 const SERVER_GRACE: Duration = Duration::from_secs(2);
 
+const NO_CLUSTER: &str = "no Kubernetes cluster: set KUBECONFIG, or run in a pod";
+
 pub fn run(settings: Settings) -> Result<()> {
-    rustls::crypto::aws_lc_rs::default_provider()
-        .install_default()
-        .map_err(|_| anyhow::anyhow!("another cryptography provider was installed before ours"))?;
+    use_one_crypto_provider()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let outcome = runtime.block_on(operate(settings));
     runtime.shutdown_timeout(Duration::from_secs(1));
     outcome
 }
 
+/// A board has its own work to do: one thread is enough.
+pub fn device_plugin(settings: paddock_device_plugin::settings::Settings) -> Result<()> {
+    use_one_crypto_provider()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(async {
+        let client = Client::try_from(Config::infer().await.context(NO_CLUSTER)?)?;
+        let stop = CancellationToken::new();
+        tokio::spawn(stop_on_signal(stop.clone())?);
+        paddock_device_plugin::run(settings, client, stop).await
+    })
+}
+
+fn use_one_crypto_provider() -> Result<()> {
+    let provider = rustls::crypto::aws_lc_rs::default_provider();
+    provider.install_default().map_err(|_| anyhow::anyhow!("another cryptography provider was installed before ours"))
+}
+
 async fn operate(settings: Settings) -> Result<()> {
-    let config = Config::infer().await.context("no Kubernetes cluster: set KUBECONFIG, or run in a pod")?;
+    let config = Config::infer().await.context(NO_CLUSTER)?;
     let namespace = config.default_namespace.clone();
     let client = Client::try_from(config.clone())?;
     let fence = Fence::default();

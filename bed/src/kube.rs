@@ -12,11 +12,11 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use k8s_openapi::api::{
-    authentication::v1::{TokenRequest, TokenRequestSpec},
-    core::v1::ServiceAccount,
+    authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec},
+    core::v1::{Node, ServiceAccount},
 };
 use kube::{
-    Api, Client, Config,
+    Api, Client, Config, ResourceExt,
     api::PostParams,
     config::{KubeConfigOptions, Kubeconfig},
 };
@@ -138,15 +138,42 @@ impl ControlPlane {
         self.pki.kubeconfig(path, &format!("https://127.0.0.1:{port}"), "default", Identity::Certificate(&admin))
     }
 
-    /// A kubeconfig with the rights of a service account, by a token as its pods would have.
+    /// A kubeconfig with the rights of a service account, by a token of its own.
     pub async fn kubeconfig_for_service_account(&self, namespace: &str, name: &str) -> Result<PathBuf> {
+        self.kubeconfig_with_token(namespace, name, None).await
+    }
+
+    /// The same by a token that names the node, as the token of a pod there would.
+    pub async fn kubeconfig_of_pod(&self, namespace: &str, name: &str, node: &str) -> Result<PathBuf> {
+        let node = Api::<Node>::all(self.client()).get(node).await?;
+        let bound = BoundObjectReference {
+            api_version: Some("v1".into()),
+            kind: Some("Node".into()),
+            uid: node.uid(),
+            name: node.metadata.name,
+        };
+        self.kubeconfig_with_token(namespace, name, Some(bound)).await
+    }
+
+    async fn kubeconfig_with_token(
+        &self,
+        namespace: &str,
+        name: &str,
+        bound: Option<BoundObjectReference>,
+    ) -> Result<PathBuf> {
         let accounts: Api<ServiceAccount> = Api::namespaced(self.client(), namespace);
-        let spec = TokenRequestSpec { expiration_seconds: Some(TOKEN_SECONDS), ..TokenRequestSpec::default() };
+        let bearer =
+            bound.as_ref().and_then(|bound| bound.name.clone()).map_or(String::new(), |node| format!("-{node}"));
+        let spec = TokenRequestSpec {
+            expiration_seconds: Some(TOKEN_SECONDS),
+            bound_object_ref: bound,
+            ..TokenRequestSpec::default()
+        };
         let request = TokenRequest { spec, ..TokenRequest::default() };
         let answer = accounts.create_token_request(name, &PostParams::default(), &request).await;
         let answer = answer.with_context(|| format!("no token for the service account {namespace}/{name}"))?;
         let token = answer.status.context("the token request was answered without a token")?.token;
-        let path = config_path(&self.dir, &format!("{namespace}-{name}"));
+        let path = config_path(&self.dir, &format!("{namespace}-{name}{bearer}"));
         self.pki.kubeconfig(&path, &self.url, namespace, Identity::Token(&token))?;
         Ok(path)
     }
@@ -326,8 +353,16 @@ fn start_etcd(dir: &Path, port: u16) -> Result<Process> {
 
 /// The documents of a rendered chart that make the operator's rights, not those that make it run.
 fn without_workload(rendered: &str) -> String {
-    const KINDS: [&str; 6] =
-        ["CustomResourceDefinition", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"];
+    const KINDS: [&str; 8] = [
+        "CustomResourceDefinition",
+        "ServiceAccount",
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "Role",
+        "RoleBinding",
+        "ValidatingAdmissionPolicy",
+        "ValidatingAdmissionPolicyBinding",
+    ];
     let kind = |document: &str| document.lines().find_map(|line| line.strip_prefix("kind: ").map(str::to_owned));
     let kept = rendered.split("\n---\n").filter(|text| kind(text).is_some_and(|kind| KINDS.contains(&kind.as_str())));
     kept.collect::<Vec<_>>().join("\n---\n")

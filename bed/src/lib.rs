@@ -2,8 +2,10 @@
 //! program. The demo, the end-to-end tests and the benchmarks all stand on it.
 
 pub mod bench;
+pub mod boards;
 pub mod cloud;
 pub mod demo;
+pub mod device_plugin;
 pub mod image;
 pub mod isolate;
 pub mod kube;

@@ -73,7 +73,7 @@ impl Stage {
         let dir = isolated.dir.clone();
         let kube = async {
             let kube = ControlPlane::start(&dir, isolated.address).await?;
-            let kubeconfig = kube.install_chart_rbac(&[]).await?;
+            let kubeconfig = kube.install_chart_rbac(&["devicePlugin.enabled=true"]).await?;
             anyhow::Ok((kube, kubeconfig))
         };
         let github = GitHub::start(github::Options {

@@ -4,8 +4,13 @@
 //! test has a Kubernetes namespace for itself.
 
 mod board;
+mod canary;
 mod device_plugin;
 mod ec2;
+mod ec2_end;
+mod ec2_faults;
+mod ec2_pool;
+mod linux;
 mod operator;
 mod support;
 
@@ -20,8 +25,13 @@ use paddock_bed::{
 };
 use support::{Test, World};
 
+/// Tests beside each other.
+const AT_ONCE: usize = 8;
+
 fn main() -> ExitCode {
-    let arguments = Arguments::from_args();
+    let mut arguments = Arguments::from_args();
+    // They wait most of the time.
+    arguments.test_threads.get_or_insert(AT_ONCE);
     if arguments.list {
         return libtest_mimic::run(&arguments, trials(None)).exit_code();
     }
@@ -35,7 +45,11 @@ fn main() -> ExitCode {
             for violation in &violations {
                 eprintln!("not as GitHub has it: {violation}");
             }
-            if violations.is_empty() { conclusion.exit_code() } else { ExitCode::FAILURE }
+            let leaks = world.leaks();
+            for leak in &leaks {
+                eprintln!("I10: a secret is in {leak}");
+            }
+            if violations.is_empty() && leaks.is_empty() { conclusion.exit_code() } else { ExitCode::FAILURE }
         }
         Err(error) => {
             eprintln!("the stage could not be set: {error:#}");
@@ -77,12 +91,37 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2::claim_from_the_warm_pool_and_back,
         ec2::claim_from_an_empty_pool,
         operator::dashboards_show_what_goes_on,
+        ec2_end::i2_machines_end_themselves_in_every_state_when_the_operator_does_not,
+        ec2_end::i2_the_operator_ends_a_machine_whose_time_to_start_is_up,
+        ec2_end::i2_the_operator_ends_a_claimed_machine_whose_time_is_up,
+        ec2_end::i2_the_operator_ends_machines_in_service_and_idle_ones_whose_time_is_up,
+        ec2_end::i11_a_claim_can_be_deleted_in_every_phase,
+        ec2_end::i11_a_deleted_pool_waits_for_its_claims,
+        ec2_end::i11_a_namespace_goes_with_pools_and_claims_in_it,
+        ec2_faults::drift_at_aws_is_repaired,
+        ec2_faults::i2_a_denied_termination_is_shown_and_tried_again,
+        ec2_faults::i2_a_lost_create_fleet_answer_makes_no_second_fleet,
+        ec2_faults::i4_a_failed_pre_runner_script_fails_the_claim,
+        ec2_faults::i4_a_machine_that_never_comes_up_fails_the_claim,
+        ec2_faults::i4_partial_capacity_fails_the_claim_and_keeps_nothing,
+        ec2_faults::i8_a_silent_machine_in_service_is_shown_and_left_alone,
+        ec2_faults::a_machine_that_ec2_does_not_list_yet_is_not_given_up,
+        ec2_faults::a_machine_that_registers_for_another_run_or_not_at_all_is_replaced,
+        ec2_faults::total_capacity_loss_is_told_by_zone,
+        ec2_pool::a_personal_token_and_a_repository_serve_as_well,
+        ec2_pool::claim_of_ten_takes_four_idle_machines_and_six_new_ones,
+        ec2_pool::i1_four_claims_of_four_race_for_sixteen_idle_machines,
+        ec2_pool::i1_two_claims_of_one_run_share_no_machine,
+        ec2_pool::i3_an_idle_machine_that_does_not_fit_stays_for_others,
+        ec2_pool::poisoned_messages_are_dropped_and_the_next_one_tried,
+        ec2_pool::scripts_and_run_ids_are_data_whatever_they_contain,
     );
     let alone = trials!(play_alone:
         operator::i5_killed_in_the_middle_of_a_claim,
         operator::a_paused_leader_is_replaced_and_ends,
         operator::a_missing_right_is_missed,
         operator::the_api_server_restarts,
+        ec2_faults::i12_a_throttled_table_slows_a_claim_and_breaks_nothing,
     );
     let on_a_node = trials!(play:
         board::claim_runs_a_job_on_the_board,

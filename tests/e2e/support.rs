@@ -17,6 +17,8 @@ use paddock_bed::stage::{Operator, Stage};
 use serde::{Serialize, de::DeserializeOwned};
 use tokio::{runtime::Runtime, sync::RwLock};
 
+use crate::canary;
+
 /// Longer than anything takes on a slow machine; a test that waits this long has failed.
 const DEADLINE: Duration = Duration::from_secs(120);
 
@@ -86,6 +88,15 @@ impl World {
     /// What passed through GitHub's simulator and is not as GitHub's own schemas have it.
     pub fn violations(&self) -> Vec<String> {
         self.runtime.block_on(self.stage.github.violations())
+    }
+
+    /// Where secrets were found that should not be there; searching itself must not fail.
+    pub fn leaks(&self) -> Vec<String> {
+        let search = async {
+            self.keep_operator_alive().await?;
+            canary::leaks(self).await
+        };
+        self.runtime.block_on(search).unwrap_or_else(|error| vec![format!("unknown places: {error:#}")])
     }
 
     /// A new namespace with GitHub credentials.

@@ -1,0 +1,87 @@
+//! I10: no secret is in any log line, object, event, user data, record or page. Every secret of the simulated GitHub has a
+//! canary in it, and so has the webhook secret; here all places are searched for it after all tests.
+
+use std::fs;
+
+use anyhow::{Context, Result};
+use base64::{Engine, prelude::BASE64_STANDARD};
+use paddock_bed::{cloud::Cloud, github::CANARY, stage::CLUSTER};
+
+use crate::support::World;
+
+const PAGES: [&str; 9] = [
+    "/health",
+    "/readyz",
+    "/metrics",
+    "/usage",
+    "/usage.json",
+    "/history",
+    "/jobs.json?per_page=1000",
+    "/workers",
+    "/workers.json?per_page=1000",
+];
+
+/// Where a secret was found, one line each; an error if a place could not be searched.
+pub async fn leaks(world: &World) -> Result<Vec<String>> {
+    let stage = &world.stage;
+    let mut places = Vec::new();
+    for log in fs::read_dir(stage.dir().join("operator"))? {
+        let path = log?.path();
+        places.push((format!("the operator's log {}", path.display()), fs::read(&path)?));
+    }
+    let audit = fs::read(stage.kube.audit_log())?;
+    places.push(("what the operator wrote to Kubernetes".into(), audit));
+    for instance in stage.aws.instances() {
+        places.push((format!("the log of {}", instance.id), stage.machines.log(&instance.id).into_bytes()));
+        places.push((format!("the user data of {}", instance.id), instance.user_data));
+    }
+    places.push(("the table".into(), Cloud::new(&stage.aws, CLUSTER).dump().await?.into_bytes()));
+    let url = world.operator().as_ref().context("the operator runs")?.url();
+    for path in PAGES {
+        let page = reqwest::get(format!("{url}{path}")).await?.error_for_status()?;
+        places.push((format!("the page {path}"), page.bytes().await?.into()));
+    }
+    let needles = needles(stage.private_key());
+    let searched: usize = places.iter().map(|(_, text)| text.len()).sum();
+    println!("{} places with {searched} bytes were searched for secrets", places.len());
+    let mut found = Vec::new();
+    for (place, text) in places {
+        let text = String::from_utf8_lossy(&text);
+        let small = text.to_lowercase();
+        for needle in &needles {
+            let at = match needle {
+                Needle::Word(word) => small.find(word),
+                Needle::Exact(word) => text.find(word),
+            };
+            if let Some(at) = at {
+                let line = text.get(..at).and_then(|before| before.lines().last()).unwrap_or_default();
+                found.push(format!("{place}: after {:?}", line.get(line.len().saturating_sub(120)..).unwrap_or(line)));
+            }
+        }
+    }
+    Ok(found)
+}
+
+enum Needle {
+    /// Found in any case.
+    Word(String),
+    Exact(String),
+}
+
+/// The canary and a line of the App's private key, each also as it looks in base64, wherever in the text it begins.
+fn needles(private_key: &str) -> Vec<Needle> {
+    let line = private_key.lines().nth(3).unwrap_or(private_key);
+    let mut needles = vec![Needle::Word(CANARY.to_lowercase()), Needle::Exact(line.to_owned())];
+    let upper = CANARY.to_uppercase();
+    for secret in [CANARY, &upper, line] {
+        needles.extend((0..3).map(|shift| Needle::Exact(in_base64(secret, shift))));
+    }
+    needles
+}
+
+/// What is the same of `secret` in any base64 text where it begins `shift` bytes after a multiple of three.
+fn in_base64(secret: &str, shift: usize) -> String {
+    let whole = BASE64_STANDARD.encode([" ".repeat(shift).as_bytes(), secret.as_bytes()].concat());
+    let (first, last) = ((shift * 8).div_ceil(6), (shift + secret.len()) * 8 / 6);
+    whole[first..last].to_owned()
+}
