@@ -7,11 +7,15 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{
     Api, Resource, ResourceExt,
-    api::{DeleteParams, ObjectMeta, Patch, PatchParams},
+    api::{ObjectMeta, Patch, PatchParams},
 };
 use paddock_record::State;
 
-use super::{Context, reference, status};
+use super::{
+    Context,
+    objects::{self, Written},
+    reference,
+};
 use crate::{
     api::{
         Ec2Pool, Ec2Worker, FIELD_MANAGER, Failure, FailureReason, Heartbeat, HeartbeatState, Instance, LABEL_CLAIM,
@@ -42,10 +46,12 @@ pub fn counts(instances: &[Tracked]) -> WorkerCounts {
     }
 }
 
-/// Makes the Workers of a pool show its instances, and removes those that stand for none.
-pub async fn mirror(context: &Context, pool: &RunnerPool, ec2: &Ec2Pool, instances: &[Tracked]) -> Result<()> {
+/// Makes the Workers of a pool show its instances, and removes those that stand for none. Stale: some were seen as they
+/// are not any more, and have to be looked at again.
+pub async fn mirror(context: &Context, pool: &RunnerPool, ec2: &Ec2Pool, instances: &[Tracked]) -> Result<Written> {
     let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
     let api: Api<Worker> = Api::namespaced(context.client.clone(), &namespace);
+    let mut all = Written::Yes;
     for tracked in instances {
         let id = &tracked.record.instance_id;
         let old = context.stores.workers.store.get(&reference(&namespace, id));
@@ -56,7 +62,9 @@ pub async fn mirror(context: &Context, pool: &RunnerPool, ec2: &Ec2Pool, instanc
             Some(old) if old.labels() == wanted.labels() => (*old).clone(),
             _ => api.patch(id, &PatchParams::apply(FIELD_MANAGER).force(), &Patch::Apply(&wanted)).await?,
         };
-        status::apply(&context.client, &worker, worker.status.as_ref(), &new).await?;
+        if objects::write_status(&context.client, &worker, worker.status.as_ref(), &new).await? == Written::Stale {
+            all = Written::Stale;
+        }
     }
     let there: HashSet<_> = instances.iter().map(|tracked| tracked.record.instance_id.as_str()).collect();
     let strays = context.stores.workers.store.state_filter(|worker| {
@@ -66,12 +74,9 @@ pub async fn mirror(context: &Context, pool: &RunnerPool, ec2: &Ec2Pool, instanc
             && !there.contains(worker.name_any().as_str())
     });
     for stray in strays {
-        match api.delete(&stray.name_any(), &DeleteParams::default()).await {
-            Err(kube::Error::Api(status)) if status.is_not_found() => {}
-            outcome => drop(outcome?),
-        }
+        objects::delete(&api, &stray.name_any()).await?;
     }
-    Ok(())
+    Ok(all)
 }
 
 fn worker(pool: &RunnerPool, tracked: &Tracked) -> Worker {

@@ -7,9 +7,9 @@ mod instances;
 pub mod intake;
 mod launches;
 mod mirror;
+mod objects;
 pub mod pickup;
 pub mod pool;
-pub mod status;
 mod timers;
 mod troubles;
 

@@ -16,9 +16,12 @@ use kube::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    super::{drive, reference},
+    super::{
+        drive,
+        objects::{self, Written},
+        reference,
+    },
     Board, LOOK_AGAIN, lock, look_again, nudges,
-    objects::{self, Written},
     reservations::Reservations,
 };
 use crate::{

@@ -6,7 +6,6 @@
 mod claim;
 mod demand;
 mod limits;
-mod objects;
 mod reservations;
 mod worker;
 

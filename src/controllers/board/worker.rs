@@ -25,9 +25,12 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    super::{drive, reference},
+    super::{
+        drive,
+        objects::{self, Written},
+        reference,
+    },
     AccountError, Board, LOOK_AGAIN, look_again,
-    objects::{self, Written},
 };
 use crate::{
     api::{

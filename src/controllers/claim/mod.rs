@@ -9,11 +9,10 @@ use anyhow::Result;
 use futures::StreamExt;
 use jiff::Timestamp;
 use kube::{
-    Api, ResourceExt,
+    ResourceExt,
     runtime::{
         controller::{self, Action, Controller},
         events::EventType,
-        finalizer::{Event as Finalize, finalizer},
         reflector::ObjectRef,
     },
 };
@@ -21,10 +20,10 @@ use paddock_record::State;
 use secrecy::SecretString;
 use tokio_util::sync::CancellationToken;
 
-use super::{Context, drive, mirror::worker_state, reference, status};
+use super::{Context, drive, mirror::worker_state, objects, reference};
 use crate::{
     api::{
-        ClaimPhase, ClaimReason, ClaimWorker, Ec2Pool, FINALIZER, Hardware, RunnerClaim, RunnerClaimStatus, RunnerPool,
+        ClaimPhase, ClaimReason, ClaimWorker, Ec2Pool, Hardware, RunnerClaim, RunnerClaimStatus, RunnerPool,
         WorkerSource, ready_condition, set_condition,
     },
     effects::{aws::AwsError, github::Scope},
@@ -35,6 +34,8 @@ use crate::{
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// How long a claim waits for something outside to change: a full pool, an outage.
 const WAIT: Duration = Duration::from_secs(5);
+/// How long a claim whose view was stale goes without a look; mostly the news comes first.
+const STALE: Duration = Duration::from_millis(200);
 /// Claims looked at once; each may have a call to GitHub and several to AWS under way.
 const CONCURRENCY: u16 = 128;
 
@@ -71,20 +72,21 @@ async fn reconcile(claim: Arc<RunnerClaim>, context: Arc<Context>) -> Result<Act
     let namespace = claim.namespace().unwrap_or_default();
     let pool = claim.spec.pool.as_ref().and_then(|name| context.stores.pools.store.get(&reference(&namespace, name)));
     let Some(pool) = pool else {
-        return match (&claim.spec.pool, !claim.finalizers().is_empty()) {
+        return match (&claim.spec.pool, claim.metadata.deletion_timestamp.is_some()) {
             // Its labels choose a board pool: not ours.
             (None, _) => Ok(Action::await_change()),
-            (Some(name), _) if claim.metadata.deletion_timestamp.is_none() => {
+            (Some(name), false) => {
                 let message = format!("no RunnerPool {name} in namespace {namespace}: apply it, and the claim goes on");
-                Work::new(context, claim, None).wait(ClaimReason::PoolNotFound, message).await
+                let mut work = Work::new(context, claim, None);
+                let outcome = work.wait(ClaimReason::PoolNotFound, message).await;
+                work.explain(outcome).await
             }
             // A pool cannot go while claims hold its machines, so there is nothing left to release.
-            (Some(_), true) => {
-                let api: Api<RunnerClaim> = Api::namespaced(context.client.clone(), &namespace);
-                let done = finalizer(&api, FINALIZER, claim, async |_| Ok::<_, kube::Error>(Action::await_change()));
-                Ok(done.await?)
+            (Some(_), true) if objects::has_finalizer(&*claim) => {
+                objects::remove_finalizer(&context.client, &*claim).await?;
+                Ok(Action::await_change())
             }
-            (Some(_), false) => Ok(Action::await_change()),
+            (Some(_), true) => Ok(Action::await_change()),
         };
     };
     if !matches!(pool.spec.hardware(), Some(Hardware::Ec2(_))) {
@@ -93,29 +95,19 @@ async fn reconcile(claim: Arc<RunnerClaim>, context: Arc<Context>) -> Result<Act
     if !context.ledger.is_loaded() {
         return Ok(Action::requeue(LOOK_AGAIN));
     }
-    let api: Api<RunnerClaim> = Api::namespaced(context.client.clone(), &namespace);
-    let work = finalizer(&api, FINALIZER, claim, |event| async {
-        match event {
-            Finalize::Apply(claim) => {
-                let mut work = Work::new(context, claim, Some(pool));
-                let outcome = work.provision().await;
-                work.explain(outcome).await
-            }
-            Finalize::Cleanup(claim) => {
-                let mut work = Work::new(context, claim, Some(pool));
-                let outcome = work.release().await;
-                work.explain(outcome).await
-            }
-        }
-        .map_err(Failure)
-    });
-    Ok(work.await?)
+    let deleted = claim.metadata.deletion_timestamp.is_some();
+    let claim = match objects::has_finalizer(&*claim) {
+        true => claim,
+        false if deleted => return Ok(Action::await_change()),
+        false => match objects::hold(&context.client, &*claim).await? {
+            Some(claim) => Arc::new(claim),
+            None => return Ok(Action::requeue(STALE)),
+        },
+    };
+    let mut work = Work::new(context, claim, Some(pool));
+    let outcome = if deleted { work.release().await } else { work.provision().await };
+    work.explain(outcome).await
 }
-
-/// `finalizer` wants an error type; what stopped us is told by its causes.
-#[derive(Debug, thiserror::Error)]
-#[error("{0:#}")]
-struct Failure(anyhow::Error);
 
 /// One reconciliation of one claim.
 struct Work {
@@ -195,14 +187,19 @@ impl Work {
         self.write().await
     }
 
-    /// Trouble at AWS, wherever it came up, is told in the condition before it is tried again.
+    /// Trouble at AWS, wherever it came up, is told in the condition before it is tried again. A stale view is no
+    /// trouble: nothing was done with it that the next look does not find.
     async fn explain(&mut self, outcome: Result<Action>) -> Result<Action> {
-        if let Err(error) = &outcome
-            && let Some(trouble) = error.downcast_ref::<AwsError>()
-        {
-            self.say(ClaimReason::AwsUnavailable, trouble.to_string()).await?;
+        match outcome {
+            Err(error) if error.is::<Stale>() => Ok(Action::requeue(STALE)),
+            Err(error) => {
+                if let Some(trouble) = error.downcast_ref::<AwsError>() {
+                    self.say(ClaimReason::AwsUnavailable, trouble.to_string()).await?;
+                }
+                Err(error)
+            }
+            outcome => outcome,
         }
-        outcome
     }
 
     async fn wait_for_github(&mut self, outage: Outage) -> Result<Action> {
@@ -211,9 +208,14 @@ impl Work {
     }
 
     async fn write(&mut self) -> Result<()> {
-        status::apply(&self.context.client, &*self.claim, self.claim.status.as_ref(), &self.status).await?;
-        // What is there now is what the next write is compared with.
-        Arc::make_mut(&mut self.claim).status = Some(self.status.clone());
+        if self.claim.status.as_ref() == Some(&self.status) {
+            return Ok(());
+        }
+        let written = objects::replace_status(&self.context.client, &*self.claim, &self.status).await?;
+        let mut written = written.ok_or(Stale)?;
+        // What is there now is what the next write is compared with, to the fraction of a second.
+        written.status = Some(self.status.clone());
+        self.claim = Arc::new(written);
         Ok(())
     }
 
@@ -221,6 +223,11 @@ impl Work {
         self.context.event(&*self.claim, type_, "Claim", reason, note).await;
     }
 }
+
+/// The claim has changed since it was seen.
+#[derive(Debug, thiserror::Error)]
+#[error("the claim has changed since it was seen")]
+struct Stale;
 
 /// Why there is no token to be had, for a person.
 struct Outage(String);

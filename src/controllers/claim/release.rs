@@ -1,13 +1,16 @@
 //! Giving back what a claim holds.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use jiff::Timestamp;
 use kube::runtime::{controller::Action, events::EventType};
 use paddock_record::{Instance, State};
 use secrecy::ExposeSecret;
 
-use super::{LOOK_AGAIN, TokenKind, Work};
-use crate::api::{ClaimPhase, ClaimReason, FailureReason};
+use super::{LOOK_AGAIN, STALE, TokenKind, Work};
+use crate::{
+    api::{ClaimPhase, ClaimReason, FailureReason},
+    controllers::objects,
+};
 
 impl Work {
     /// A claim that is over holds nothing.
@@ -26,9 +29,12 @@ impl Work {
             self.write().await?;
         }
         match self.give_all_back().await? {
-            None => Ok(Action::await_change()),
-            // An error keeps the finalizer; the condition says what is waited for.
-            Some(_) => bail!("claim {} still holds machines", self.name),
+            None => {
+                objects::remove_finalizer(&self.context.client, &*self.claim).await?;
+                Ok(Action::requeue(STALE))
+            }
+            // The condition says what is waited for.
+            Some(waiting) => Ok(waiting),
         }
     }
 

@@ -4,26 +4,27 @@ mod upkeep;
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use base64::{Engine, prelude::BASE64_STANDARD};
 use futures::StreamExt;
 use jiff::Timestamp;
 use kube::{
-    Api, ResourceExt,
-    runtime::{
-        controller::{Action, Controller},
-        finalizer::{Event as Finalize, finalizer},
-    },
+    ResourceExt,
+    runtime::controller::{Action, Controller},
 };
 use paddock_record::{AgentConfig, State};
 use tokio_util::sync::CancellationToken;
 
 use self::upkeep::{keep_up, keep_warm};
-use super::{Context, drive, mirror, reference, status};
+use super::{
+    Context, drive, mirror,
+    objects::{self, Written},
+    reference,
+};
 use crate::{
     api::{
-        Ec2Pool, FINALIZER, FailureReason, Hardware, PoolKind, PoolReason, Queue, RunnerPool, RunnerPoolStatus,
-        ready_condition, set_condition,
+        Ec2Pool, FailureReason, Hardware, PoolKind, PoolReason, Queue, RunnerPool, RunnerPoolStatus, ready_condition,
+        set_condition,
     },
     effects::aws::AwsError,
     plan::{
@@ -34,6 +35,10 @@ use crate::{
 
 /// How long a pool goes without a look when nothing happens: an instance outlives its threshold by no more.
 pub const REFRESH: Duration = Duration::from_secs(10);
+/// How long a deleted pool that waits goes without a look.
+const REMOVE: Duration = Duration::from_secs(5);
+/// How long a pool whose view was stale goes without a look; mostly the news comes first.
+const STALE: Duration = Duration::from_millis(200);
 /// How often AWS is compared with what it should be.
 const VERIFY: Duration = Duration::from_secs(300);
 
@@ -49,20 +54,17 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
 
 async fn reconcile(pool: Arc<RunnerPool>, context: Arc<Context>) -> Result<Action> {
     let Some(Hardware::Ec2(_)) = pool.spec.hardware() else { return Ok(Action::await_change()) };
-    let api: Api<RunnerPool> = Api::namespaced(context.client.clone(), &pool.namespace().unwrap_or_default());
-    let work = finalizer(&api, FINALIZER, pool, |event| async {
-        match event {
-            Finalize::Apply(pool) => refresh(&context, &pool).await,
-            Finalize::Cleanup(pool) => remove(&context, &pool).await,
-        }
-        .map_err(Failure)
-    });
-    Ok(work.await?)
+    let deleted = pool.metadata.deletion_timestamp.is_some();
+    let pool = match objects::has_finalizer(&*pool) {
+        true => pool,
+        false if deleted => return Ok(Action::await_change()),
+        false => match objects::hold(&context.client, &*pool).await? {
+            Some(pool) => Arc::new(pool),
+            None => return Ok(Action::requeue(STALE)),
+        },
+    };
+    if deleted { remove(&context, &pool).await } else { refresh(&context, &pool).await }
 }
-
-#[derive(Debug, thiserror::Error)]
-#[error("{0:#}")]
-struct Failure(anyhow::Error);
 
 /// Observe, keep up, show.
 async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
@@ -91,13 +93,14 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
     }
     let (reason, message) = outcome.err().unwrap_or((PoolReason::Ready, "the pool serves claims".to_owned()));
     let instances = context.ledger.of_pool(&key);
-    mirror::mirror(context, pool, ec2, &instances).await?;
+    let mirrored = mirror::mirror(context, pool, ec2, &instances).await?;
     new.workers = mirror::counts(&instances);
     let ready = reason == PoolReason::Ready;
     let condition = ready_condition(ready, reason, message, pool.metadata.generation, Timestamp::now());
     set_condition(&mut new.conditions, condition);
-    status::apply(&context.client, pool, pool.status.as_ref(), &new).await?;
-    Ok(Action::requeue(REFRESH))
+    let written = objects::write_status(&context.client, pool, pool.status.as_ref(), &new).await?;
+    let whole = mirrored == Written::Yes && written == Written::Yes;
+    Ok(Action::requeue(if whole { REFRESH } else { STALE }))
 }
 
 /// Why a pool is not ready.
@@ -171,13 +174,16 @@ async fn remove(context: &Context, pool: &RunnerPool) -> Result<Action> {
         }
     };
     match outcome {
-        Ok(()) => Ok(Action::await_change()),
+        Ok(()) => {
+            objects::remove_finalizer(&context.client, pool).await?;
+            Ok(Action::requeue(STALE))
+        }
         Err((reason, message)) => {
             let condition = ready_condition(false, reason, &message, pool.metadata.generation, Timestamp::now());
             set_condition(&mut new.conditions, condition);
-            status::apply(&context.client, pool, pool.status.as_ref(), &new).await?;
-            // An error keeps the finalizer.
-            bail!("pool {key} cannot go yet: {message}")
+            objects::write_status(&context.client, pool, pool.status.as_ref(), &new).await?;
+            tracing::info!(pool = key, message, "a deleted pool cannot go yet");
+            Ok(Action::requeue(REMOVE))
         }
     }
 }

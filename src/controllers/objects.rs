@@ -51,13 +51,19 @@ pub async fn write_status<K: Object, S: Serialize + PartialEq>(
     if old == Some(new) {
         return Ok(Written::Yes);
     }
+    replace_status(client, object, new).await.map(told)
+}
+
+/// The status over exactly the version that was seen; gives the new version, or nothing where it was stale.
+pub async fn replace_status<K: Object>(client: &Client, object: &K, new: &impl Serialize) -> Result<Option<K>> {
     let patch = json!({
         "apiVersion": K::api_version(&()), "kind": K::kind(&()),
         "metadata": {"resourceVersion": object.resource_version()},
         "status": new,
     });
     let parameters = PatchParams::apply(FIELD_MANAGER).force();
-    told(object, api(client, object).patch_status(&object.name_any(), &parameters, &Patch::Apply(patch)).await)
+    let outcome = api(client, object).patch_status(&object.name_any(), &parameters, &Patch::Apply(patch)).await;
+    unless_stale(outcome).with_context(|| cannot_write("the status of ", object))
 }
 
 pub fn has_finalizer<K: Object>(object: &K) -> bool {
@@ -65,27 +71,42 @@ pub fn has_finalizer<K: Object>(object: &K) -> bool {
 }
 
 pub async fn add_finalizer<K: Object>(client: &Client, object: &K) -> Result<Written> {
+    hold(client, object).await.map(told)
+}
+
+/// Adds the finalizer; gives the new version, or nothing where the object was stale.
+pub async fn hold<K: Object>(client: &Client, object: &K) -> Result<Option<K>> {
     let finalizers = object.finalizers().iter().cloned().chain([FINALIZER.into()]).collect();
     set_finalizers(client, object, finalizers).await
 }
 
 pub async fn remove_finalizer<K: Object>(client: &Client, object: &K) -> Result<Written> {
     let finalizers = object.finalizers().iter().filter(|finalizer| *finalizer != FINALIZER).cloned().collect();
-    set_finalizers(client, object, finalizers).await
+    set_finalizers(client, object, finalizers).await.map(told)
 }
 
-async fn set_finalizers<K: Object>(client: &Client, object: &K, finalizers: Vec<String>) -> Result<Written> {
+async fn set_finalizers<K: Object>(client: &Client, object: &K, finalizers: Vec<String>) -> Result<Option<K>> {
     let patch = json!({"metadata": {"resourceVersion": object.resource_version(), "finalizers": finalizers}});
     let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
-    told(object, api(client, object).patch(&object.name_any(), &parameters, &Patch::Merge(patch)).await)
+    let outcome = api(client, object).patch(&object.name_any(), &parameters, &Patch::Merge(patch)).await;
+    unless_stale(outcome).with_context(|| cannot_write("", object))
 }
 
-fn told<K: Object>(object: &K, outcome: kube::Result<K>) -> Result<Written> {
+fn unless_stale<K>(outcome: kube::Result<K>) -> kube::Result<Option<K>> {
     match outcome {
-        Ok(_) => Ok(Written::Yes),
-        Err(kube::Error::Api(status)) if status.is_conflict() || status.is_not_found() => Ok(Written::Stale),
-        Err(error) => Err(error).with_context(|| format!("cannot write {} {}", K::kind(&()), object.name_any())),
+        Ok(object) => Ok(Some(object)),
+        Err(kube::Error::Api(status)) if status.is_conflict() || status.is_not_found() => Ok(None),
+        Err(error) => Err(error),
     }
+}
+
+fn told<K>(object: Option<K>) -> Written {
+    if object.is_some() { Written::Yes } else { Written::Stale }
+}
+
+fn cannot_write<K: Object>(what: &str, object: &K) -> String {
+    let namespace = object.namespace().unwrap_or_default();
+    format!("cannot write {what}{} {namespace}/{}", K::kind(&()), object.name_any())
 }
 
 /// Deletes by name; one that is gone is deleted.
