@@ -8,6 +8,7 @@ pub mod intake;
 mod launches;
 mod mirror;
 mod objects;
+mod offers;
 pub mod pickup;
 pub mod pool;
 mod timers;
@@ -29,7 +30,7 @@ use paddock_record::table_name;
 use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
-use self::{intake::Intake, launches::Launches, pickup::Pickups, timers::Timers, troubles::Troubles};
+use self::{intake::Intake, launches::Launches, offers::Offers, pickup::Pickups, timers::Timers, troubles::Troubles};
 use crate::{
     effects::{
         aws::Clients, credentials::CredentialStore, fence::Fence, github::GitHub, ledger::Ledger, machines::Machines,
@@ -57,6 +58,7 @@ pub struct Context {
     pub timers: Timers,
     pub troubles: Troubles,
     pub launches: Arc<Launches>,
+    pub offers: Offers,
     events: Recorder,
 }
 
@@ -82,6 +84,7 @@ impl Context {
             timers: Timers::default(),
             troubles: Troubles::default(),
             launches: Arc::default(),
+            offers: Offers::default(),
             events: Recorder::new(client.clone(), reporter),
             settings,
             client,

@@ -86,11 +86,18 @@ impl Records {
     }
 
     /// Moves an instance from what was seen to what shall be, in one conditional write: it wins only if the record
-    /// still has the seen state and run, is not being deregistered where it is about to be claimed, and its time is
-    /// not up (an ending instance needs no live threshold).
+    /// still has the seen state, run and `leaving`, is not being deregistered where it is about to be claimed, and its
+    /// time is not up (an ending instance needs no live threshold).
     pub async fn advance(&self, seen: &Instance, next: &Instance, now: Timestamp) -> Result<Outcome, AwsError> {
         debug_assert!(seen.state == next.state || seen.state.may_become(next.state), "{seen:?} → {next:?}");
+        let free = seen.leaving.is_empty();
+        let claims = (seen.state, next.state) == (State::Idle, State::Claimed);
         let mut condition = vec!["#state = :seenState", "#run = :seenRun"];
+        condition.push(match free || claims {
+            true => "(attribute_not_exists(#leaving) OR #leaving = :seenLeaving)",
+            false => "#leaving = :seenLeaving",
+        });
+        let leaving = if claims { String::new() } else { seen.leaving.clone() };
         let mut update = self
             .client
             .update_item()
@@ -100,15 +107,12 @@ impl Records {
             .expression_attribute_names("#run", a::RUN_ID)
             .expression_attribute_values(":seenState", AttributeValue::S(seen.state.to_string()))
             .expression_attribute_values(":seenRun", AttributeValue::S(seen.run_id.clone()))
+            .expression_attribute_values(":seenLeaving", AttributeValue::S(leaving))
             .return_values(ReturnValue::AllNew)
             .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld);
         if next.state != State::Terminated {
             condition.push("#threshold > :now");
             update = update.expression_attribute_values(":now", AttributeValue::S(stamp(now)));
-        }
-        if (seen.state, next.state) == (State::Idle, State::Claimed) {
-            condition.push("(attribute_not_exists(#leaving) OR #leaving = :nobody)");
-            update = update.expression_attribute_values(":nobody", AttributeValue::S(String::new()));
         }
         let mut assignments = Vec::new();
         for (index, (name, value)) in changed(next).into_iter().enumerate() {

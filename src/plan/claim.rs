@@ -85,6 +85,17 @@ pub fn step(view: &View, pool: &Ec2Pool, now: Timestamp) -> Step {
     }
 }
 
+/// What a claim holds and does not need: more than its count, as after a write of a former leader came late, and once it
+/// is Ready all that is not in service. Machines of the pool go first, because they can go back to it.
+pub fn surplus(held: &[Tracked], count: u32, ready: bool) -> Vec<String> {
+    let live = held.iter().filter(|tracked| tracked.record.state != State::Terminated);
+    let (working, mut spare): (Vec<_>, Vec<_>) = live.partition(|tracked| tracked.record.state == State::Running);
+    let needed = if ready { 0 } else { (count as usize).saturating_sub(working.len()) };
+    spare.sort_by_key(|tracked| tracked.record.state != State::Claimed);
+    let excess = spare.len().saturating_sub(needed);
+    spare.into_iter().take(excess).map(|tracked| tracked.record.instance_id.clone()).collect()
+}
+
 #[cfg(test)]
 #[path = "claim_tests.rs"]
 mod tests;

@@ -69,3 +69,17 @@ fn i4_a_created_machine_that_fails_its_checks_fails_the_claim() {
 fn a_fleet_is_ordered_once() {
     assert!(matches!(next(1, &[], true, true), Step::Fail(ClaimReason::WorkerLost, _)));
 }
+
+#[test]
+fn i4_a_claim_lets_go_of_what_it_does_not_need_machines_of_the_pool_first() {
+    let [claimed, created, running] =
+        [("i-1", State::Claimed), ("i-2", State::Created), ("i-3", State::Running)].map(|(id, s)| held(id, s, None));
+    let all = [created.clone(), claimed.clone(), running.clone()];
+    for (count, ready, spare) in
+        [(3, false, &[][..]), (2, false, &["i-1"][..]), (1, false, &["i-1", "i-2"][..]), (3, true, &["i-1", "i-2"][..])]
+    {
+        assert_eq!(surplus(&all, count, ready), spare, "{count} {ready}");
+    }
+    assert!(surplus(&[running.clone()], 1, true).is_empty());
+    assert!(surplus(&[running, held("i-4", State::Terminated, None)], 1, true).is_empty());
+}

@@ -38,6 +38,11 @@ impl Tracked {
         self.record.threshold.is_some_and(|threshold| threshold <= now)
     }
 
+    /// Idle, and through with its last run: it can be claimed.
+    pub fn is_free(&self) -> bool {
+        self.record.state == State::Idle && self.record.leaving.is_empty()
+    }
+
     fn said(&self, signal: Signal, run_id: &str) -> bool {
         self.vitals.signal.as_ref().is_some_and(|said| said.signal == signal && said.run_id == run_id)
     }

@@ -6,7 +6,7 @@
 //! does. `properties.rs`: what must hold. Here: the bounds within which everything is tried, and the protocol broken on
 //! purpose, one rule at a time, each with the shortest way into disaster. `cargo test --test model -- --nocapture` shows these.
 //!
-//! **What is the code itself.** `plan::claim::step` (with `standing`), `plan::instance::upkeep`, `plan::pickup::pick` and
+//! **What is the code itself.** `plan::claim::step` (with `standing`) and `surplus`, `plan::instance::upkeep`, `plan::pickup::pick` and
 //! `Exhaustion` decide; `State::may_become` says which arrows there are. The model spells its records out as the values
 //! that these take. What the controllers do with a decision, the condition of `Records::advance` and the agent are
 //! written down anew, each under the name of its original: who changes one of those changes it here.
@@ -24,9 +24,8 @@
 //! that stop, the pool's size, its deletion, and two claims of one run are not here. A message carries no threshold of
 //! its own: one that outlives its time is as good as its record.
 //!
-//! **Where the model asks for more than the code does.** The checker found three ways out of the invariants, and the rules
-//! that close them are in the model; without them the mutants `ForgetsLeaving`, `KeepsSurplus` and `RestoresByCount` are
-//! the code as it is:
+//! **Rules that the checker asked for.** Three ways out of the invariants were found here first. What closes them is in the
+//! code now, and the mutants `ForgetsLeaving`, `KeepsSurplus` and `RestoresByCount` are the code as it was:
 //! - a write also expects the `leaving` that was seen. Else a renewal or a clearing of `leaving` that comes late undoes a
 //!   release that came first, and the machine is offered while it is still registered;
 //! - a claim lets go of what it holds beyond its count. Else one that a former leader's last write served twice waits for

@@ -8,7 +8,7 @@ use jiff::{SignedDuration, Timestamp};
 use paddock::{
     api::{Ec2Pool, UsageClass},
     plan::{
-        claim::{Step, View, step},
+        claim::{Step, View, step, surplus},
         instance::{Tracked, Upkeep, Vitals, upkeep},
         pickup::{EMPTY_POLLS, Exhaustion, Needs, Pickup, pick},
     },
@@ -121,7 +121,7 @@ impl Protocol {
             (true, _) => given_back.unwrap_or(Next::Write(Write::Finalize(claim))),
             (false, Phase::Over) => given_back.unwrap_or(Next::Nothing),
             (false, Phase::Ready) if held.is_empty() => status(Phase::Over, seen.order),
-            (false, Phase::Ready) => self.surplus(claim, &held, true).unwrap_or(Next::Nothing),
+            (false, Phase::Ready) => self.surplus(world, claim, &held, true).unwrap_or(Next::Nothing),
             (false, Phase::Working) => {
                 let fail = || given_back.unwrap_or_else(|| status(Phase::Over, seen.order));
                 let launched = mind.fleet.map(|ids| ids.into_iter().filter(|there| *there).count() as u32);
@@ -131,7 +131,7 @@ impl Protocol {
                     (Order::Placed(_), Some(_)) => return status(seen.phase, Order::Settled),
                     (Order::None | Order::Settled, _) => {}
                 }
-                let surplus = self.surplus(claim, &held, false);
+                let surplus = self.surplus(world, claim, &held, false);
                 surplus.unwrap_or_else(|| match self.step(world, claim, &held, seen.order == Order::Settled) {
                     Step::Select(_) => Next::Receive,
                     Step::Create(count) => status(seen.phase, Order::Placed(count)),
@@ -165,11 +165,12 @@ impl Protocol {
         step(&View { count: self.counts[claim], held: &held, pool_exhausted, fleet_settled }, &POOL, NOW)
     }
 
-    /// A claim lets go of what it holds beyond its count, and once it is Ready of all that is not in service.
-    fn surplus(&self, claim: usize, held: &[(usize, Record)], ready: bool) -> Option<Next> {
-        let too_many = ready || held.len() > self.counts[claim] as usize;
-        let spare = held.iter().find(|(_, record)| record.state != State::Running && too_many);
-        spare.filter(|_| self.mutant != Mutant::KeepsSurplus).map(|(id, seen)| Next::Write(give_back(*id, *seen)))
+    /// `Work::let_go`, one at a time.
+    fn surplus(&self, world: &World, claim: usize, held: &[(usize, Record)], ready: bool) -> Option<Next> {
+        let known: Vec<_> = held.iter().map(|(id, record)| tracked(*id, record, &world.machines[*id])).collect();
+        let spare = surplus(&known, self.counts[claim], ready);
+        let (id, seen) = find(held, spare.first().filter(|_| self.mutant != Mutant::KeepsSurplus)?);
+        Some(Next::Write(give_back(id, seen)))
     }
 
     /// `upkeep::keep_up`: every write that may come next.
@@ -201,7 +202,8 @@ impl Protocol {
         writes
     }
 
-    /// `upkeep::restore_offers`: all that are idle where messages are missing, and those that this leader never offered.
+    /// `upkeep::restore_offers` and `offer_missing`: all that are idle where messages are missing, and those that this
+    /// leader never offered.
     fn restore(&self, world: &World) -> Option<Write> {
         let free = world.leader.ledger.map(|record| record.is_some_and(|record| record.is_free()));
         let in_hand = world.leader.claims.iter().filter(|mind| mind.hand.is_some() && !self.deletes_first()).count();

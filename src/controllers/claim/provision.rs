@@ -21,7 +21,7 @@ use crate::{
     controllers::pickup::{Candidate, Picked},
     effects::{aws::AwsError, queues::PUT_BACK_DELAY, records::Outcome},
     plan::{
-        claim::{Step, View, step},
+        claim::{Step, View, step, surplus},
         fleet::{FleetRequest, client_token},
         instance::Tracked,
         pickup::Needs,
@@ -71,6 +71,13 @@ impl Work {
         for _ in 0..MAX_STEPS {
             let held = self.held();
             let fleet_settled = self.status.fleet.as_ref().is_some_and(|order| !order.instance_ids.is_empty());
+            let spare = surplus(&held, self.claim.spec.count, false);
+            if !spare.is_empty() {
+                match self.let_go(&held, &spare).await? {
+                    Some(over) => return Ok(over),
+                    None => continue,
+                }
+            }
             let view = View { count: self.claim.spec.count, held: &held, pool_exhausted, fleet_settled };
             let next = step(&view, &supply.pool, Timestamp::now());
             tracing::debug!(claim = %self.name, ?next, "next step");
@@ -171,6 +178,12 @@ impl Work {
             }
         }
         Ok(())
+    }
+
+    /// Gives back those of the held that the claim does not need.
+    async fn let_go(&mut self, held: &[Tracked], spare: &[String]) -> Result<Over> {
+        let spare = held.iter().filter(|tracked| spare.contains(&tracked.record.instance_id)).cloned();
+        self.give_back(&spare.collect::<Vec<_>>()).await
     }
 
     async fn put_back(&self, queue: &str, picked: &Picked) {
@@ -346,6 +359,11 @@ impl Work {
 
     /// A claim that is Ready stays so until its machines are gone: their time was up, or they were lost.
     async fn watch_over(&mut self) -> Result<Action> {
+        let held = self.held();
+        let spare = surplus(&held, self.claim.spec.count, true);
+        if let Some(over) = self.let_go(&held, &spare).await? {
+            return Ok(over);
+        }
         let held = self.held();
         self.list_workers(&held);
         if held.is_empty() {

@@ -10,6 +10,7 @@ use super::{LOOK_AGAIN, STALE, TokenKind, Work};
 use crate::{
     api::{ClaimPhase, ClaimReason, FailureReason},
     controllers::objects,
+    plan::instance::Tracked,
 };
 
 impl Work {
@@ -50,9 +51,18 @@ impl Work {
         Ok(Action::await_change())
     }
 
-    /// Returns machines of the pool to it, and ends those that never served; an answer means that it has to wait.
     async fn give_all_back(&mut self) -> Result<Option<Action>> {
-        let held = self.held();
+        if let Some(waiting) = self.give_back(&self.held()).await? {
+            return Ok(Some(waiting));
+        }
+        match self.held().is_empty() {
+            true => Ok(None),
+            false => Ok(Some(Action::requeue(LOOK_AGAIN))),
+        }
+    }
+
+    /// Returns machines of the pool to it, and ends those that never served; an answer means that it has to wait.
+    pub(super) async fn give_back(&mut self, held: &[Tracked]) -> Result<Option<Action>> {
         if held.is_empty() {
             return Ok(None);
         }
@@ -62,7 +72,7 @@ impl Work {
             Err(error) => return self.wait_for_github(error).await.map(Some),
         };
         let now = Timestamp::now();
-        for tracked in &held {
+        for tracked in held {
             let record = &tracked.record;
             let key = tracked.vitals.heartbeat.as_ref().and_then(|beat| beat.public_key.as_ref());
             match (record.state, key) {
@@ -86,9 +96,6 @@ impl Work {
                 }
             }
         }
-        match self.held().is_empty() {
-            true => Ok(None),
-            false => Ok(Some(Action::requeue(LOOK_AGAIN))),
-        }
+        Ok(None)
     }
 }

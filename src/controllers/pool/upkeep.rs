@@ -2,6 +2,7 @@
 
 use std::{cmp::Reverse, collections::HashSet, time::Duration};
 
+use futures::{StreamExt, TryStreamExt, stream};
 use jiff::{SignedDuration, Timestamp};
 use kube::{ResourceExt, runtime::events::EventType};
 use paddock_record::{Instance, State};
@@ -25,6 +26,8 @@ use crate::{
 const SWEEP: Duration = Duration::from_secs(30);
 /// An instance without a record is an orphan only once its record had time to be written.
 const ORPHAN_AGE: SignedDuration = SignedDuration::from_secs(60);
+/// Offers on their way to SQS at once.
+const SENDS: usize = 16;
 /// Machines ended in one sweep, so that a wrong clock cannot empty the fleet.
 const MAX_ENDS: usize = 20;
 
@@ -60,6 +63,7 @@ pub(super) async fn keep_up(
             context.ledger.forget(&record.instance_id).await.map_err(at_aws)?;
         }
     }
+    offer_missing(context, key, &context.ledger.of_pool(key), new).await.map_err(at_aws)?;
     if context.timers.due(&format!("sweep {key}"), SWEEP) {
         let swept = async {
             sweep(context, key).await?;
@@ -126,31 +130,49 @@ async fn offer(context: &Context, tracked: &Tracked, new: &RunnerPoolStatus) -> 
 }
 
 async fn send_offer(context: &Context, tracked: &Tracked, new: &RunnerPoolStatus) -> Result<(), AwsError> {
-    match new.queues.iter().find(|queue| queue.resource_class == tracked.record.resource_class) {
-        Some(queue) => context.queues.send(&queue.url, &tracked.idle_message().write()).await,
+    let Instance { instance_id, pool, resource_class, .. } = &tracked.record;
+    match new.queues.iter().find(|queue| queue.resource_class == *resource_class) {
+        Some(queue) => {
+            // Whatever was offered before may carry a threshold that is about to pass.
+            context.offers.forget(pool, instance_id);
+            context.queues.send(&queue.url, &tracked.idle_message().write()).await?;
+            context.offers.note(pool, instance_id);
+            Ok(())
+        }
         // Its class was taken out of the pool: nobody can claim it, and its time runs out.
         None => Ok(()),
     }
 }
 
+/// Offers the idle machines that this leader has not offered yet.
+async fn offer_missing(
+    context: &Context,
+    key: &str,
+    instances: &[Tracked],
+    new: &RunnerPoolStatus,
+) -> Result<(), AwsError> {
+    let free: HashSet<_> = instances.iter().filter(|t| t.is_free()).map(|t| t.record.instance_id.as_str()).collect();
+    let missing = context.offers.missing(key, &free);
+    let missing = instances.iter().filter(|tracked| missing.contains(&tracked.record.instance_id));
+    send_offers(context, missing, new).await
+}
+
+async fn send_offers<'a>(
+    context: &Context,
+    instances: impl Iterator<Item = &'a Tracked>,
+    new: &RunnerPoolStatus,
+) -> Result<(), AwsError> {
+    let sends = instances.map(|tracked| send_offer(context, tracked, new));
+    stream::iter(sends).buffer_unordered(SENDS).try_collect().await
+}
+
 /// Offers every idle machine again where a queue has fewer messages than there are machines.
 async fn restore_offers(context: &Context, key: &str, new: &RunnerPoolStatus) -> Result<(), AwsError> {
     for queue in &new.queues {
-        let idle: Vec<_> = context
-            .ledger
-            .of_pool(key)
-            .into_iter()
-            .filter(|tracked| {
-                let record = &tracked.record;
-                record.state == State::Idle
-                    && record.leaving.is_empty()
-                    && record.resource_class == queue.resource_class
-            })
-            .collect();
+        let mut idle = context.ledger.of_pool(key);
+        idle.retain(|tracked| tracked.is_free() && tracked.record.resource_class == queue.resource_class);
         if !idle.is_empty() && (context.queues.size(&queue.url).await? as usize) < idle.len() {
-            for tracked in &idle {
-                context.queues.send(&queue.url, &tracked.idle_message().write()).await?;
-            }
+            send_offers(context, idle.iter(), new).await?;
         }
     }
     Ok(())
