@@ -1,11 +1,14 @@
 //! The loop: look, decide, act.
 
-use std::time::{Duration, Instant};
+use std::{
+    fmt,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result, anyhow, bail};
 use jiff::{SignedDuration, Timestamp};
 use nix::sys::signal::Signal as UnixSignal;
-use paddock_record::{AgentConfig, Instance, KeyPair, SealError, Signal};
+use paddock_record::{AgentConfig, Instance, KeyPair, SCRUB, SealError, Signal};
 use tokio::{
     process::{Child, Command},
     sync::watch,
@@ -39,9 +42,35 @@ pub struct Agent {
     script: Option<JoinHandle<Result<()>>>,
     record: Record,
     attempts: Attempts,
+    /// What went wrong last, for the operator when it is told of a failure.
+    trouble: Trouble,
     /// Whether the operator has yet to be told what `memory.said` holds.
     unsent: bool,
     shut_down: Option<Instant>,
+}
+
+/// What failed, where a signal does not tell, and why.
+#[derive(Default)]
+struct Trouble {
+    reason: &'static str,
+    detail: String,
+}
+
+impl Trouble {
+    fn of(error: &anyhow::Error) -> Self {
+        let reason = if error.is::<Unscrubbed>() { SCRUB } else { "" };
+        Self { reason, detail: format!("{error:#}").chars().take(limits::DETAIL).collect() }
+    }
+}
+
+/// In front of what went wrong between two runs.
+#[derive(Debug)]
+struct Unscrubbed;
+
+impl fmt::Display for Unscrubbed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the machine could not be scrubbed")
+    }
 }
 
 /// Failures in a row of bringing the machine to what the record shows.
@@ -87,6 +116,7 @@ impl Agent {
             script: None,
             record: Record::Never,
             attempts: Attempts::default(),
+            trouble: Trouble::default(),
             unsent: memory.said.is_some(),
             shut_down: None,
             config,
@@ -100,6 +130,7 @@ impl Agent {
         };
         if agent.memory.script == Some(Signal::ScriptFailed) && agent.memory.said.is_none() {
             tracing::error!("the pre-runner script was interrupted; it is not run again");
+            agent.trouble.detail = "the pre-runner script was interrupted".into();
             agent.say(Signal::ScriptFailed, String::new())?;
         }
         Ok(agent)
@@ -179,11 +210,13 @@ impl Agent {
                 self.start_runner()
             }
             Action::Register(instance) => {
-                self.register(&instance.run_id, &instance.github_url, &instance.sealed).await.inspect_err(|_| {
+                self.register(&instance.run_id, &instance.github_url, &instance.sealed).await.inspect_err(|error| {
+                    self.trouble = Trouble::of(error);
                     self.attempts.count(Timestamp::now());
                 })
             }
-            Action::Deregister { run, sealed } => self.deregister(run, sealed).await.inspect_err(|_| {
+            Action::Deregister { run, sealed } => self.deregister(run, sealed).await.inspect_err(|error| {
+                self.trouble = Trouble::of(error);
                 self.attempts.count(Timestamp::now());
             }),
         };
@@ -209,6 +242,7 @@ impl Agent {
             Ok(()) => Signal::ScriptOk,
             Err(error) => {
                 tracing::error!("this instance cannot serve: {error:#}");
+                self.trouble = Trouble::of(&error);
                 Signal::ScriptFailed
             }
         };
@@ -239,14 +273,19 @@ impl Agent {
         self.runner.forget()?;
         self.memory.serving = Some(Serving { run_id: run_id.to_owned(), configured: false });
         self.files.remember(&self.memory)?;
+        self.scrub().await.context(Unscrubbed)?;
+        self.memory.serving = None;
+        self.attempts = Attempts::default();
+        self.say(Signal::Deregistered, run_id.to_owned())
+    }
+
+    async fn scrub(&self) -> Result<()> {
         self.runner.scrub().await?;
         if let Some(text) = &self.config.scrub_script {
             let path = self.files.script("scrub", text)?;
             run_script(&path, limits::SCRUB).await.context("the scrub script")?;
         }
-        self.memory.serving = None;
-        self.attempts = Attempts::default();
-        self.say(Signal::Deregistered, run_id.to_owned())
+        Ok(())
     }
 
     fn open(&self, sealed: &str) -> Result<Token> {
@@ -314,14 +353,24 @@ impl Agent {
 
     fn say(&mut self, signal: Signal, run_id: String) -> Result<()> {
         tracing::info!(%signal, run_id, "telling the operator");
-        self.memory.said = Some(Said { signal, run_id, at: Timestamp::now() });
+        let trouble = match signal {
+            Signal::ScriptFailed | Signal::RegistrationFailed | Signal::DeregistrationFailed => {
+                if *self.reclaimed.borrow() {
+                    self.trouble.detail = "EC2 takes the spot machine back".into();
+                }
+                std::mem::take(&mut self.trouble)
+            }
+            Signal::ScriptOk | Signal::Registered | Signal::Deregistered => Trouble::default(),
+        };
+        let (reason, detail) = (trouble.reason.to_owned(), trouble.detail);
+        self.memory.said = Some(Said { signal, run_id, at: Timestamp::now(), reason, detail });
         self.unsent = true;
         self.files.remember(&self.memory)
     }
 
     async fn tell(&mut self) {
         if let Some(said) = self.memory.said.as_ref().filter(|_| self.unsent) {
-            match self.store.say(said.signal, &said.run_id, Timestamp::now()).await {
+            match self.store.say(said, Timestamp::now()).await {
                 Ok(()) => self.unsent = false,
                 Err(error) => tracing::warn!("{error:#}; will be tried again"),
             }

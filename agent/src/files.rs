@@ -48,6 +48,11 @@ pub struct Said {
     pub signal: Signal,
     pub run_id: String,
     pub at: Timestamp,
+    /// Of a failure: what and why.
+    #[serde(default)]
+    pub reason: String,
+    #[serde(default)]
+    pub detail: String,
 }
 
 impl Files {
@@ -143,7 +148,13 @@ mod tests {
             script: Some(Signal::ScriptOk),
             serving: Some(Serving { run_id: "7".into(), configured: true }),
             runner: Alive::of(std::process::id()),
-            said: Some(Said { signal: Signal::Registered, run_id: "7".into(), at: Timestamp::UNIX_EPOCH }),
+            said: Some(Said {
+                signal: Signal::Registered,
+                run_id: "7".into(),
+                at: Timestamp::UNIX_EPOCH,
+                reason: String::new(),
+                detail: String::new(),
+            }),
         };
         files.remember(&memory).unwrap();
         let (key, since) = files.key().unwrap();

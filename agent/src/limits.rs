@@ -6,6 +6,9 @@ use std::time::Duration;
 /// answer of 502 from GitHub is not worth a machine; three attempts take about 3 s of the 10 s a claimer waits.
 pub const ATTEMPTS: u32 = 3;
 
+/// The operator shows why something failed in a status, which has other things to say too.
+pub const DETAIL: usize = 300;
+
 /// A runner that worked this long has started well: when it ends, it is started again at once.
 pub const SETTLED: Duration = Duration::from_secs(60);
 

@@ -4,9 +4,12 @@ use anyhow::{Context, Result};
 use aws_config::{BehaviorVersion, Region, timeout::TimeoutConfig};
 use aws_sdk_dynamodb::Client;
 use jiff::Timestamp;
-use paddock_record::{Heartbeat, Instance, PublicKey, Signal, WorkerSignal, entity, key};
+use paddock_record::{Heartbeat, Instance, PublicKey, WorkerSignal, entity, key};
 
-use crate::limits::{STORE_CALL, pause};
+use crate::{
+    files::Said,
+    limits::{STORE_CALL, pause},
+};
 
 #[derive(Clone)]
 pub struct Store {
@@ -51,9 +54,10 @@ impl Store {
         put.await.map_err(plain).context("cannot write the heartbeat").map(drop)
     }
 
-    pub async fn say(&self, signal: Signal, run_id: &str, now: Timestamp) -> Result<()> {
-        let (instance_id, run_id) = (self.instance_id.clone(), run_id.to_owned());
-        let said = WorkerSignal { instance_id, signal, run_id, updated_at: now };
+    pub async fn say(&self, said: &Said, now: Timestamp) -> Result<()> {
+        let Said { signal, run_id, reason, detail, .. } = said.clone();
+        let said =
+            WorkerSignal { instance_id: self.instance_id.clone(), signal, run_id, updated_at: now, reason, detail };
         let put = self.client.put_item().table_name(&self.table).set_item(Some(said.to_item())).send();
         put.await.map_err(plain).context("cannot write the signal").map(drop)
     }

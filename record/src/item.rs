@@ -18,6 +18,8 @@ pub mod attribute {
     pub const UPDATED_AT: &str = "updatedAt";
     pub const VALUE: &str = "value";
     pub const SIGNAL: &str = "signal";
+    pub const REASON: &str = "reason";
+    pub const DETAIL: &str = "detail";
     pub const PUBLIC_KEY: &str = "publicKey";
     pub const RESOURCE_CLASS: &str = "resourceClass";
     pub const INSTANCE_TYPE: &str = "instanceType";
@@ -106,7 +108,14 @@ pub struct WorkerSignal {
     pub signal: Signal,
     pub run_id: String,
     pub updated_at: Timestamp,
+    /// Of a failure: what failed where the signal does not tell, such as [`SCRUB`]; else empty.
+    pub reason: String,
+    /// Of a failure: why, for a person; else empty.
+    pub detail: String,
 }
+
+/// The reason of a machine that could not be scrubbed after its run.
+pub const SCRUB: &str = "scrub";
 
 impl Instance {
     pub fn to_item(&self) -> Item {
@@ -196,7 +205,9 @@ impl WorkerSignal {
     pub fn to_item(&self) -> Item {
         let mut item = key(entity::SIGNAL, &self.instance_id);
         let value = [(a::SIGNAL, self.signal.to_string()), (a::RUN_ID, self.run_id.clone())];
-        let value = value.map(|(name, text)| (name.to_owned(), AttributeValue::S(text))).into();
+        let failure = [(a::REASON, self.reason.clone()), (a::DETAIL, self.detail.clone())];
+        let value = value.into_iter().chain(failure.into_iter().filter(|(_, text)| !text.is_empty()));
+        let value = value.map(|(name, text)| (name.to_owned(), AttributeValue::S(text))).collect();
         item.insert(a::VALUE.into(), AttributeValue::M(value));
         item.insert(a::UPDATED_AT.into(), AttributeValue::S(stamp(self.updated_at)));
         item
@@ -210,6 +221,8 @@ impl WorkerSignal {
         Ok(Self {
             signal: inner.word(a::SIGNAL)?,
             run_id: inner.text(a::RUN_ID),
+            reason: inner.text(a::REASON),
+            detail: inner.text(a::DETAIL),
             updated_at: outer.time(a::UPDATED_AT).unwrap_or(Timestamp::UNIX_EPOCH),
             instance_id: outer.id,
         })
@@ -293,8 +306,12 @@ mod tests {
             signal: Signal::Registered,
             run_id: "9".into(),
             updated_at: time,
+            reason: String::new(),
+            detail: String::new(),
         };
-        assert_eq!(WorkerSignal::from_item(&signal.to_item()), Ok(signal));
+        assert_eq!(WorkerSignal::from_item(&signal.to_item()), Ok(signal.clone()));
+        let failure = WorkerSignal { reason: SCRUB.into(), detail: "exit status: 1".into(), ..signal };
+        assert_eq!(WorkerSignal::from_item(&failure.to_item()), Ok(failure));
     }
 
     #[test]

@@ -12,7 +12,7 @@ mod state;
 mod time;
 
 pub use config::{AgentConfig, EXPIRY_SLACK, HEARTBEAT, POLL};
-pub use item::{Heartbeat, Instance, ItemError, WorkerSignal, attribute, key};
+pub use item::{Heartbeat, Instance, ItemError, SCRUB, WorkerSignal, attribute, key};
 pub use message::{Discard, IdleMessage};
 pub use seal::{KeyPair, PublicKey, SealError};
 pub use state::{Signal, State, UnknownWord};
