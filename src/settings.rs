@@ -43,6 +43,10 @@ pub struct Settings {
     #[arg(long, env = "PADDOCK_RETENTION", value_name = "DURATION", default_value = "24h", value_parser = duration)]
     pub retention: Duration,
 
+    /// How often GitHub is asked whether the workflow run of a claim on machines is over, in case a webhook was lost.
+    #[arg(long, env = "PADDOCK_RUN_POLL", value_name = "DURATION", default_value = "5m", value_parser = duration)]
+    pub run_poll: Duration,
+
     /// How long a leader may be silent before another replica takes over.
     #[arg(long, env = "PADDOCK_LEASE_DURATION", value_name = "DURATION", default_value = "15s", value_parser = lease)]
     pub lease_duration: Duration,

@@ -202,6 +202,11 @@ impl Heartbeat {
 }
 
 impl WorkerSignal {
+    pub fn new(instance_id: &str, signal: Signal, run_id: &str, updated_at: Timestamp) -> Self {
+        let (instance_id, run_id) = (instance_id.to_owned(), run_id.to_owned());
+        Self { instance_id, signal, run_id, updated_at, reason: String::new(), detail: String::new() }
+    }
+
     pub fn to_item(&self) -> Item {
         let mut item = key(entity::SIGNAL, &self.instance_id);
         let value = [(a::SIGNAL, self.signal.to_string()), (a::RUN_ID, self.run_id.clone())];
@@ -301,14 +306,7 @@ mod tests {
         let beat =
             Heartbeat { instance_id: "i-1".into(), updated_at: time, public_key: Some(KeyPair::generate().public()) };
         assert_eq!(Heartbeat::from_item(&beat.to_item()), Ok(beat));
-        let signal = WorkerSignal {
-            instance_id: "i-1".into(),
-            signal: Signal::Registered,
-            run_id: "9".into(),
-            updated_at: time,
-            reason: String::new(),
-            detail: String::new(),
-        };
+        let signal = WorkerSignal::new("i-1", Signal::Registered, "9", time);
         assert_eq!(WorkerSignal::from_item(&signal.to_item()), Ok(signal.clone()));
         let failure = WorkerSignal { reason: SCRUB.into(), detail: "exit status: 1".into(), ..signal };
         assert_eq!(WorkerSignal::from_item(&failure.to_item()), Ok(failure));

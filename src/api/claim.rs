@@ -9,6 +9,7 @@ use super::{
     common::{
         Duration, Owner, Runner, UsageClass, conditions_schema, instance_types_schema, label_set_schema, pattern,
     },
+    order::FleetOrder,
     worker::WorkerState,
 };
 
@@ -188,6 +189,32 @@ pub enum ClaimPhase {
 }
 
 impl ClaimPhase {
+    /// In the order in which they come.
+    pub const ALL: [Self; 8] = [
+        Self::Pending,
+        Self::Claiming,
+        Self::Creating,
+        Self::Validating,
+        Self::Ready,
+        Self::Releasing,
+        Self::Completed,
+        Self::Failed,
+    ];
+
+    /// What goes on, for a person.
+    pub const fn doing(self) -> &'static str {
+        match self {
+            Self::Pending => "the claim was seen",
+            Self::Claiming => "taking idle machines from the pool",
+            Self::Creating => "making what the pool could not give",
+            Self::Validating => "waiting for machines to report",
+            Self::Ready => "all runners are registered",
+            Self::Releasing => "giving everything back",
+            Self::Completed => "over, and everything is given back",
+            Self::Failed => "over without success; nothing is held",
+        }
+    }
+
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Pending => "Pending",
@@ -296,31 +323,6 @@ pub struct ClaimWorker {
 pub enum WorkerSource {
     Pool,
     Created,
-}
-
-/// An order for new machines.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct FleetOrder {
-    /// Makes the order idempotent at EC2; made from the claim and the attempt, never at random.
-    #[schemars(length(max = 64))]
-    pub client_token: String,
-    /// Which order of the claim this is, from 1: a fallback or retry is a new one.
-    pub attempt: u32,
-    /// How many machines were ordered.
-    pub requested: u32,
-    /// How they are paid for, which a fallback may have changed.
-    pub usage_class: UsageClass,
-    /// When the order was written down.
-    pub ordered_at: Time,
-    /// The fleet, once EC2 has answered.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(length(max = 128))]
-    pub fleet_id: Option<String>,
-    /// The machines that EC2 gave.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 256), inner(length(max = 64)), extend("x-kubernetes-list-type" = "set"))]
-    pub instance_ids: Vec<String>,
 }
 
 /// When each phase was first entered.

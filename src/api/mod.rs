@@ -11,6 +11,7 @@ pub mod common;
 pub mod ec2;
 pub mod failure;
 mod generate;
+pub mod order;
 pub mod pool;
 pub mod reasons;
 mod reference;
@@ -20,7 +21,7 @@ pub mod worker;
 
 pub use board::{BoardGitHub, BoardPool, BoardTimeouts, EphemeralStorage, LabelOverride};
 pub use claim::{
-    ClaimPhase, ClaimWorker, FleetOrder, Job, PhaseTimes, RunnerClaim, RunnerClaimSpec, RunnerClaimStatus, WorkerSource,
+    ClaimPhase, ClaimWorker, Job, PhaseTimes, RunnerClaim, RunnerClaimSpec, RunnerClaimStatus, WorkerSource,
 };
 pub use common::{
     Duration, Owner, OwnerType, READY, RUNNER_NAME_MAX, Runner, SecretRef, UsageClass, clip, head, ready_condition,
@@ -29,6 +30,7 @@ pub use common::{
 pub use ec2::{Agent, Ec2Defaults, Ec2GitHub, Ec2Pool, Ec2Timeouts, Fallback, Lifetimes, ResourceClass, Reuse};
 pub use failure::{ContainerEnd, FAILURE_MESSAGE_MAX, Failure, LOG_TAIL_MAX, PodEvent};
 pub use generate::{crds, crds_yaml};
+pub use order::FleetOrder;
 pub use pool::{
     Hardware, LaunchTemplate, PoolKind, Queue, RunnerPool, RunnerPoolSpec, RunnerPoolStatus, Slots, WorkerCounts,
 };

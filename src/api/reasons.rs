@@ -44,6 +44,8 @@ reasons! {
         AwsUnavailable = "AwsUnavailable",
         /// AWS denies a call that the pool needs.
         AwsDenied = "AwsDenied",
+        /// EC2 has no capacity for the machines that are to be kept warm.
+        InsufficientCapacity = "InsufficientCapacity",
         /// The rendered user data is longer than EC2 takes.
         UserDataTooLarge = "UserDataTooLarge",
         /// No ready node carries the board.
@@ -138,8 +140,10 @@ reasons! {
         DeregistrationTimeout = "deregistration_timeout",
         /// The machine said that it could not leave GitHub.
         DeregistrationFailed = "deregistration_failed",
-        /// The script between two claims failed.
+        /// The machine could not be cleaned between two claims.
         ScrubFailed = "scrub_failed",
+        /// The machine has served as many claims as it may.
+        MaxClaimsServed = "max_claims_served",
         /// The machine's heartbeat stopped.
         HeartbeatStale = "heartbeat_stale",
         /// The machine stayed in one state for too long.

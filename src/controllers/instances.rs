@@ -76,7 +76,8 @@ impl Context {
                 threshold: None,
                 updated_at: now,
                 sealed: String::new(),
-                leaving: String::new(),
+                // What it was registered for, until GitHub is known to have no runner of its name.
+                leaving: if seen.run_id.is_empty() { seen.leaving.clone() } else { seen.run_id.clone() },
                 failure_reason: reason.as_str().to_owned(),
                 failure_message: why.to_owned(),
                 ..seen.clone()

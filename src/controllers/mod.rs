@@ -11,15 +11,22 @@ mod objects;
 mod offers;
 pub mod pickup;
 pub mod pool;
+mod registrations;
+mod retention;
 mod timers;
 mod troubles;
 
-use std::{fmt::Debug, future::Future, sync::Arc, time::Duration};
+use std::{
+    fmt::Debug,
+    future::Future,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use anyhow::Result;
 use futures::{StreamExt, TryFutureExt};
 use kube::{
-    Client, Resource,
+    Client, Resource, ResourceExt,
     runtime::{
         controller::{Action, Controller},
         events::{Event, EventType, Recorder, Reporter},
@@ -30,13 +37,24 @@ use paddock_record::table_name;
 use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
-use self::{intake::Intake, launches::Launches, offers::Offers, pickup::Pickups, timers::Timers, troubles::Troubles};
+use self::{
+    claim::{runs::Runs, tokens::Tokens},
+    intake::Intake,
+    launches::Launches,
+    offers::Offers,
+    pickup::Pickups,
+    pool::Trouble,
+    timers::Timers,
+    troubles::Troubles,
+};
 use crate::{
+    api::RunnerPool,
     effects::{
         aws::Clients, credentials::CredentialStore, fence::Fence, github::GitHub, ledger::Ledger, machines::Machines,
         queues::Queues, records::Records,
     },
     metrics::{ControllerLabel, Metrics},
+    plan::{fleet::pool_key, shortage::Shortages},
     settings::Settings,
     stores::Stores,
 };
@@ -59,6 +77,9 @@ pub struct Context {
     pub troubles: Troubles,
     pub launches: Arc<Launches>,
     pub offers: Offers,
+    pub runs: Runs,
+    pub tokens: Tokens,
+    shortages: Mutex<Shortages>,
     events: Recorder,
 }
 
@@ -85,12 +106,28 @@ impl Context {
             troubles: Troubles::default(),
             launches: Arc::default(),
             offers: Offers::default(),
+            runs: Runs::default(),
+            tokens: Tokens::default(),
+            shortages: Mutex::default(),
             events: Recorder::new(client.clone(), reporter),
             settings,
             client,
             stores,
             intake,
             metrics,
+        }
+    }
+
+    /// Where EC2 had no capacity a moment ago.
+    pub fn shortages(&self) -> MutexGuard<'_, Shortages> {
+        self.shortages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How the last launch for a pool went.
+    pub fn launched(&self, pool: Option<&RunnerPool>, trouble: Option<Trouble>) {
+        if let Some(pool) = pool {
+            let key = pool_key(&pool.namespace().unwrap_or_default(), &pool.name_any());
+            self.troubles.launched(&key, pool.metadata.generation, trouble);
         }
     }
 
@@ -135,6 +172,8 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
         claim::run(context.clone(), stop.clone()),
         board::run(context.clone(), stop.clone()),
         deliveries::run(context.clone(), stop.clone()),
+        registrations::run(context.clone(), stop.clone()),
+        retention::run(context.clone(), stop.clone()),
     );
 }
 

@@ -62,6 +62,11 @@ pub enum AwsError {
 }
 
 impl AwsError {
+    /// Whether a launch template, or the version of it, is not there.
+    pub fn is_template_gone(&self) -> bool {
+        self.code().is_some_and(|code| code.starts_with("InvalidLaunchTemplate") && code.contains("NotFound"))
+    }
+
     /// The error code AWS gave, where the answer was a plain refusal.
     pub fn code(&self) -> Option<&str> {
         match self {
@@ -80,9 +85,7 @@ where
     move |error| match error.as_service_error().and_then(|service| service.code()).map(str::to_owned) {
         Some(code) => {
             let message = error.as_service_error().and_then(|service| service.message()).unwrap_or("no reason given");
-            // EC2 encodes the details anew in every answer: a condition with them would never settle.
-            let message = message.split("Encoded authorization failure message").next().unwrap_or(message).trim();
-            classify(call, code, message.to_owned())
+            classify(call, code, plain(message).to_owned())
         }
         None => {
             let causes = std::iter::successors(std::error::Error::source(&error), |cause| cause.source());
@@ -90,6 +93,11 @@ where
             AwsError::Unreachable { call, message }
         }
     }
+}
+
+/// EC2 encodes the details of a denial anew in every answer: a condition with them would never settle.
+pub fn plain(message: &str) -> &str {
+    message.split("Encoded authorization failure message").next().unwrap_or(message).trim()
 }
 
 fn classify(call: &'static str, code: String, message: String) -> AwsError {

@@ -109,6 +109,11 @@ impl Ledger {
         Ok(true)
     }
 
+    /// As [`Self::load`], and makes the table anew should it be gone.
+    pub async fn ensure(&self) -> Result<bool, AwsError> {
+        Ok(self.load().await? && self.records.ensure_table().await?)
+    }
+
     pub fn is_loaded(&self) -> bool {
         self.loaded.initialized()
     }

@@ -13,11 +13,17 @@ use aws_sdk_ec2::{
     },
 };
 
-use super::aws::{AwsError, word};
+use super::aws::{AwsError, plain, word};
 use crate::{
     api::{LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
-    plan::fleet::{FleetRequest, TemplateRequest},
+    plan::{
+        fleet::{FleetRequest, TemplateRequest},
+        shortage::Cause,
+    },
 };
+
+/// How EC2 says that it took a spot instance back.
+const SPOT_RECLAIMED: &str = "Server.SpotInstanceTermination";
 
 #[derive(Clone)]
 pub struct Machines {
@@ -38,8 +44,8 @@ pub struct Launched {
 pub struct FleetOutcome {
     pub fleet_id: String,
     pub launched: Vec<Launched>,
-    /// Why the rest is missing, one sentence per zone and type.
-    pub causes: Vec<String>,
+    /// Why the rest is missing, by zone and type.
+    pub causes: Vec<Cause>,
 }
 
 /// An instance as EC2 describes it.
@@ -47,6 +53,8 @@ pub struct FleetOutcome {
 pub struct Described {
     pub id: String,
     pub gone: bool,
+    /// EC2 took the spot instance back.
+    pub reclaimed: bool,
     pub launched_at: Option<jiff::Timestamp>,
     pub instance_type: String,
     pub zone: String,
@@ -180,9 +188,15 @@ impl Machines {
         }
         let causes = answer.errors.unwrap_or_default().into_iter().map(|error| {
             let place = error.launch_template_and_overrides.and_then(|chosen| chosen.overrides);
-            let place = place.and_then(|place| place.availability_zone.or(place.subnet_id)).unwrap_or_default();
-            let code = error.error_code.unwrap_or_default();
-            format!("{code} in {place}: {}", error.error_message.unwrap_or_default())
+            let (subnet, zone, kind) = place
+                .map_or((None, None, None), |place| (place.subnet_id, place.availability_zone, place.instance_type));
+            Cause {
+                code: error.error_code.unwrap_or_default(),
+                message: plain(&error.error_message.unwrap_or_default()).to_owned(),
+                subnet: subnet.unwrap_or_default(),
+                zone: zone.unwrap_or_default(),
+                instance_type: kind.map(|kind| kind.as_str().to_owned()).unwrap_or_default(),
+            }
         });
         Ok(FleetOutcome { fleet_id: answer.fleet_id.unwrap_or_default(), launched, causes: causes.collect() })
     }
@@ -240,6 +254,7 @@ fn described(instance: aws_sdk_ec2::types::Instance) -> Option<Described> {
     Some(Described {
         id: instance.instance_id?,
         gone,
+        reclaimed: instance.state_reason.and_then(|reason| reason.code).is_some_and(|code| code == SPOT_RECLAIMED),
         launched_at,
         instance_type: instance.instance_type.map(|kind| kind.as_str().to_owned()).unwrap_or_default(),
         zone: instance.placement.and_then(|place| place.availability_zone).unwrap_or_default(),

@@ -80,6 +80,6 @@ fn i4_a_claim_lets_go_of_what_it_does_not_need_machines_of_the_pool_first() {
     {
         assert_eq!(surplus(&all, count, ready), spare, "{count} {ready}");
     }
-    assert!(surplus(&[running.clone()], 1, true).is_empty());
+    assert!(surplus(std::slice::from_ref(&running), 1, true).is_empty());
     assert!(surplus(&[running, held("i-4", State::Terminated, None)], 1, true).is_empty());
 }

@@ -1,7 +1,7 @@
 //! How an instance stands: what its record and its agent's words together mean.
 
 use jiff::{SignedDuration, Timestamp};
-use paddock_record::{Heartbeat, IdleMessage, Instance, Signal, State, WorkerSignal};
+use paddock_record::{Heartbeat, IdleMessage, Instance, SCRUB, Signal, State, WorkerSignal};
 
 use crate::api::{Ec2Pool, Ec2Timeouts, FailureReason};
 
@@ -52,6 +52,14 @@ impl Tracked {
     fn said_since_moved(&self) -> bool {
         let moved = self.record.updated_at - CLOCK_SKEW;
         self.vitals.signal.as_ref().is_some_and(|said| said.updated_at >= moved)
+    }
+
+    /// What failed, and why as far as its agent says: the machine's own log goes with it.
+    fn told(&self, what: &str) -> String {
+        match self.vitals.signal.as_ref().map(|said| said.detail.as_str()) {
+            None | Some("") => what.to_owned(),
+            Some(detail) => format!("{what}: {detail}"),
+        }
     }
 
     pub fn heartbeat_is_fresh(&self, timeouts: &Ec2Timeouts, now: Timestamp) -> bool {
@@ -118,14 +126,14 @@ pub fn standing(tracked: &Tracked, timeouts: &Ec2Timeouts, now: Timestamp) -> St
         return Standing::Waiting;
     }
     if tracked.said(Signal::RegistrationFailed, run) {
-        let message = "its agent could not register with GitHub; the agent's log on the machine says why";
-        return Standing::Failed(FailureReason::RegistrationFailed, message.into());
+        let message = tracked.told("its agent could not register with GitHub");
+        return Standing::Failed(FailureReason::RegistrationFailed, message);
     }
     if record.state == State::Created
         && tracked.vitals.signal.as_ref().is_some_and(|s| s.signal == Signal::ScriptFailed)
     {
-        let message = "its pre-runner script failed; the agent's log on the machine says why";
-        return Standing::Failed(FailureReason::PreRunnerFailed, message.into());
+        let message = tracked.told("its pre-runner script failed");
+        return Standing::Failed(FailureReason::PreRunnerFailed, message);
     }
     if late {
         return match record.state {
@@ -170,7 +178,7 @@ pub fn upkeep(tracked: &Tracked, pool: &Ec2Pool, keep: bool, now: Timestamp) -> 
             match tracked.vitals.signal.as_ref().map(|said| said.signal) {
                 Some(Signal::ScriptOk) => Upkeep::Warm,
                 Some(Signal::ScriptFailed) => {
-                    Upkeep::End(FailureReason::PreRunnerFailed, "its pre-runner script failed".into())
+                    Upkeep::End(FailureReason::PreRunnerFailed, tracked.told("its pre-runner script failed"))
                 }
                 _ if now.duration_since(record.updated_at) > limit => Upkeep::End(
                     FailureReason::ValidationTimeout,
@@ -184,10 +192,16 @@ pub fn upkeep(tracked: &Tracked, pool: &Ec2Pool, keep: bool, now: Timestamp) -> 
         State::Idle if !record.leaving.is_empty() => {
             let limit = SignedDuration::from(pool.timeouts.deregistration);
             if tracked.said(Signal::Deregistered, &record.leaving) && tracked.said_since_moved() {
-                Upkeep::Offer
+                retirement(record, pool).unwrap_or(Upkeep::Offer)
             } else if tracked.said(Signal::DeregistrationFailed, &record.leaving) && tracked.said_since_moved() {
-                let message = "its agent could not deregister it from GitHub";
-                Upkeep::End(FailureReason::DeregistrationTimeout, message.into())
+                // Either way nobody else may have it: what its last run left there is not known.
+                match tracked.vitals.signal.as_ref().is_some_and(|said| said.reason == SCRUB) {
+                    true => Upkeep::End(FailureReason::ScrubFailed, tracked.told("it is not clean for another claim")),
+                    false => Upkeep::End(
+                        FailureReason::DeregistrationFailed,
+                        tracked.told("its agent could not deregister it from GitHub"),
+                    ),
+                }
             } else if now.duration_since(record.updated_at) > limit {
                 let message = format!("it did not deregister from GitHub within {}", pool.timeouts.deregistration);
                 Upkeep::End(FailureReason::DeregistrationTimeout, message)
@@ -195,9 +209,48 @@ pub fn upkeep(tracked: &Tracked, pool: &Ec2Pool, keep: bool, now: Timestamp) -> 
                 Upkeep::Leave
             }
         }
-        State::Idle if keep && tracked.half_idle(pool, now) => Upkeep::Renew,
-        State::Created | State::Running | State::Idle | State::Claimed | State::Terminated => Upkeep::Leave,
+        State::Idle => match retirement(record, pool) {
+            Some(end) => end,
+            None if keep && tracked.half_idle(pool, now) => Upkeep::Renew,
+            None => Upkeep::Leave,
+        },
+        State::Created | State::Running | State::Claimed | State::Terminated => Upkeep::Leave,
     }
+}
+
+/// An instance without a record is an orphan, and a record without an instance lost, only after this time: records are
+/// written after launches, and EC2 shows a new instance late.
+pub const ORPHAN_AGE: SignedDuration = SignedDuration::from_secs(60);
+
+/// An instance as EC2 describes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Seen {
+    /// It is terminated, or about to be.
+    pub gone: bool,
+    /// EC2 took it back.
+    pub reclaimed: bool,
+}
+
+/// Why a record has no machine any more, if so.
+pub fn lost(tracked: &Tracked, seen: Option<Seen>, now: Timestamp) -> Option<(FailureReason, &'static str)> {
+    let young = now.duration_since(tracked.record.updated_at) < ORPHAN_AGE;
+    match (tracked.record.state, seen) {
+        (State::Terminated, _) => None,
+        (_, Some(Seen { gone: false, .. })) => None,
+        (_, Some(Seen { reclaimed: true, .. })) => {
+            Some((FailureReason::SpotReclaimed, "EC2 took the spot machine back"))
+        }
+        (_, Some(Seen { .. })) => Some((FailureReason::InstanceGone, "the machine was terminated, and not by Paddock")),
+        (_, None) if young => None,
+        (_, None) => Some((FailureReason::InstanceGone, "EC2 does not have the machine any more")),
+    }
+}
+
+/// The end of a machine that has served as many claims as it may.
+fn retirement(record: &Instance, pool: &Ec2Pool) -> Option<Upkeep> {
+    let max = pool.reuse.max_claims.filter(|max| record.claims >= *max)?;
+    let message = format!("it has served {} of at most {max} claims (reuse.maxClaims)", record.claims);
+    Some(Upkeep::End(FailureReason::MaxClaimsServed, message))
 }
 
 #[cfg(test)]

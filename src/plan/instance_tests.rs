@@ -95,7 +95,7 @@ fn a_released_instance_is_offered_only_after_it_deregistered_from_that_run() {
     it.vitals.signal = Some(said(Signal::Deregistered, RUN));
     assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Offer);
     it.vitals.signal = Some(said(Signal::DeregistrationFailed, RUN));
-    assert!(matches!(upkeep(&it, &pool(), false, at(1)), Upkeep::End(FailureReason::DeregistrationTimeout, _)));
+    assert!(matches!(upkeep(&it, &pool(), false, at(1)), Upkeep::End(FailureReason::DeregistrationFailed, _)));
     it.vitals.signal = None;
     assert!(matches!(upkeep(&it, &pool(), false, at(121)), Upkeep::End(FailureReason::DeregistrationTimeout, _)));
 }
@@ -125,4 +125,55 @@ fn an_idle_message_carries_what_claims_filter_by() {
     let message = it.idle_message();
     assert_eq!((message.instance_id.as_str(), message.cpu, message.mem), ("i-1", 2, 4096));
     assert_eq!(IdleMessage::read(&message.write(), at(1)), Ok(message));
+}
+
+#[test]
+fn a_machine_that_could_not_be_scrubbed_is_never_offered_and_says_why() {
+    let mut it = tracked(Instance { leaving: RUN.into(), ..record("i-1", State::Idle, "", at(0)) });
+    let failure = said(Signal::DeregistrationFailed, RUN);
+    it.vitals.signal =
+        Some(WorkerSignal { reason: SCRUB.into(), detail: "the scrub script: exit 1".into(), ..failure });
+    let why = "it is not clean for another claim: the scrub script: exit 1".to_owned();
+    assert_eq!(upkeep(&it, &pool(), true, at(1)), Upkeep::End(FailureReason::ScrubFailed, why));
+}
+
+#[test]
+fn a_machine_that_has_served_its_claims_ends_once_it_has_left_github() {
+    let mut pool = pool();
+    pool.reuse.max_claims = Some(2);
+    for (claims, leaving, signal, ends) in [
+        (1, RUN, Some(Signal::Deregistered), false),
+        (2, RUN, None, false),
+        (2, RUN, Some(Signal::Deregistered), true),
+        (1, "", None, false),
+        (2, "", None, true),
+    ] {
+        let mut it = tracked(Instance { leaving: leaving.into(), claims, ..record("i-1", State::Idle, "", at(0)) });
+        it.vitals.signal = signal.map(|signal| said(signal, RUN));
+        let decided = upkeep(&it, &pool, true, at(1));
+        assert_eq!(matches!(decided, Upkeep::End(FailureReason::MaxClaimsServed, _)), ends, "{claims} {leaving:?}");
+    }
+    let mut serving = tracked(Instance { claims: 2, ..record("i-1", State::Running, RUN, at(0)) });
+    assert_eq!(upkeep(&serving, &pool, true, at(1)), Upkeep::Leave);
+    serving.record.state = State::Claimed;
+    assert_eq!(upkeep(&serving, &pool, true, at(1)), Upkeep::Leave);
+}
+
+#[test]
+fn a_lost_machine_says_who_took_it_and_a_young_one_is_not_missed_yet() {
+    use FailureReason::{InstanceGone, SpotReclaimed};
+    let (alive, gone) = (Seen { gone: false, reclaimed: false }, Seen { gone: true, reclaimed: false });
+    let reclaimed = Seen { gone: true, reclaimed: true };
+    for (state, seen, seconds, reason) in [
+        (State::Running, Some(alive), 3600, None),
+        (State::Running, Some(gone), 1, Some(InstanceGone)),
+        (State::Running, Some(reclaimed), 1, Some(SpotReclaimed)),
+        (State::Created, None, 59, None),
+        (State::Created, None, 60, Some(InstanceGone)),
+        (State::Terminated, Some(reclaimed), 3600, None),
+        (State::Terminated, None, 3600, None),
+    ] {
+        let it = tracked(record("i-1", state, RUN, at(0)));
+        assert_eq!(lost(&it, seen, at(seconds)).map(|(reason, _)| reason), reason, "{state} {seen:?} {seconds}");
+    }
 }

@@ -13,10 +13,14 @@ pub mod instance;
 pub mod labels;
 pub mod pickup;
 pub mod pod;
+pub mod registration;
+pub mod retention;
+pub mod run;
 #[cfg(test)]
 mod sample_ec2;
 #[cfg(test)]
 mod samples;
+pub mod shortage;
 pub mod signature;
 pub mod user_data;
 pub mod webhook;

@@ -98,7 +98,7 @@ impl Exhaustion {
 }
 
 /// Whether `text` fits `pattern`, in which `*` stands for any text.
-fn glob(pattern: &str, text: &str) -> bool {
+pub(super) fn glob(pattern: &str, text: &str) -> bool {
     let mut parts = pattern.split('*');
     let Some(mut rest) = parts.next().and_then(|first| text.strip_prefix(first)) else { return false };
     let mut last = None;

@@ -62,12 +62,5 @@ pub fn beat(updated_at: Timestamp) -> Heartbeat {
 }
 
 pub fn said(signal: Signal, run_id: &str) -> WorkerSignal {
-    WorkerSignal {
-        instance_id: "i-1".into(),
-        signal,
-        run_id: run_id.into(),
-        updated_at: at(0),
-        reason: String::new(),
-        detail: String::new(),
-    }
+    WorkerSignal::new("i-1", signal, run_id, at(0))
 }

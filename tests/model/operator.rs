@@ -53,14 +53,7 @@ fn tracked(id: usize, record: &Record, machine: &Machine) -> Tracked {
         Age::Expired => (MINUTE * 60, SignedDuration::ZERO),
     };
     let beat = Heartbeat { instance_id: String::new(), updated_at: NOW, public_key: Some(KEY.clone()) };
-    let spoken = |(signal, run)| WorkerSignal {
-        instance_id: String::new(),
-        signal,
-        run_id: text(run),
-        updated_at: NOW,
-        reason: String::new(),
-        detail: String::new(),
-    };
+    let spoken = |(signal, run)| WorkerSignal::new("", signal, &text(run), NOW);
     Tracked {
         vitals: Vitals { heartbeat: machine.said.map(|_| beat), signal: machine.said.map(spoken) },
         read_at: NOW,

@@ -258,5 +258,5 @@ fn beat(id: &str, key: &PublicKey, now: Timestamp) -> Heartbeat {
 }
 
 fn signal(id: &str, signal: Signal, run_id: &str, now: Timestamp) -> WorkerSignal {
-    WorkerSignal { instance_id: id.to_owned(), signal, run_id: run_id.to_owned(), updated_at: now }
+    WorkerSignal::new(id, signal, run_id, now)
 }

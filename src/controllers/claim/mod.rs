@@ -1,13 +1,18 @@
 //! Claims on EC2 pools: from the idle pool where it can, from new machines where it must.
 
+mod create;
 mod provision;
 mod release;
+pub mod runs;
+pub mod tokens;
+mod watch;
 
 use std::{sync::Arc, time::Duration};
 
 use anyhow::Result;
-use futures::StreamExt;
+use futures::{StreamExt, channel::mpsc::unbounded};
 use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{
     ResourceExt,
     runtime::{
@@ -20,13 +25,13 @@ use paddock_record::State;
 use secrecy::SecretString;
 use tokio_util::sync::CancellationToken;
 
-use super::{Context, drive, mirror::worker_state, objects, reference};
+use super::{Context, drive, mirror::worker_state, objects, reference, registrations};
 use crate::{
     api::{
-        ClaimPhase, ClaimReason, ClaimWorker, Ec2Pool, Hardware, RunnerClaim, RunnerClaimStatus, RunnerPool,
-        WorkerSource, ready_condition, set_condition,
+        ClaimPhase, ClaimReason, ClaimWorker, Ec2Pool, Hardware, PhaseTimes, READY, RunnerClaim, RunnerClaimStatus,
+        RunnerPool, WorkerSource, ready_condition, set_condition,
     },
-    effects::{aws::AwsError, github::Scope},
+    effects::aws::AwsError,
     plan::{fleet::pool_key, instance::Tracked},
 };
 
@@ -34,6 +39,8 @@ use crate::{
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// How long a claim waits for something outside to change: a full pool, an outage.
 const WAIT: Duration = Duration::from_secs(5);
+/// How long a claim waits at most for a time that it knows; machines that come free are told by their pool.
+const LONG_WAIT: Duration = Duration::from_secs(30);
 /// How long a claim whose view was stale goes without a look; mostly the news comes first.
 const STALE: Duration = Duration::from_millis(200);
 /// Claims looked at once; each may have a call to GitHub and several to AWS under way.
@@ -61,11 +68,16 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
         let claim = namespace.filter(|_| !change.claim.is_empty());
         std::future::ready(claim.map(|namespace| reference(namespace, &change.claim)))
     });
+    let (over, run_over) = unbounded();
     let controller = Controller::for_shared_stream(stores.claims.stream(), stores.claims.store.clone())
         .watches_shared_stream(stores.pools.stream(), claims_of_pool)
         .reconcile_on(changed)
+        .reconcile_on(run_over)
         .with_config(controller::Config::default().concurrency(CONCURRENCY));
-    drive("claim", controller, context.clone(), stop, reconcile).await;
+    tokio::join!(
+        drive("claim", controller, context.clone(), stop.clone(), reconcile),
+        runs::ask(context.clone(), over, stop),
+    );
 }
 
 async fn reconcile(claim: Arc<RunnerClaim>, context: Arc<Context>) -> Result<Action> {
@@ -131,6 +143,10 @@ impl Work {
         Self { context, name: claim.name_any(), namespace: claim.namespace().unwrap_or_default(), claim, pool, status }
     }
 
+    fn uid(&self) -> String {
+        self.claim.uid().unwrap_or_default()
+    }
+
     fn pool_key(&self) -> String {
         pool_key(&self.namespace, self.claim.spec.pool.as_deref().unwrap_or_default())
     }
@@ -141,16 +157,19 @@ impl Work {
     }
 
     async fn token(&self, pool: &Ec2Pool, kind: TokenKind) -> Result<SecretString, Outage> {
+        let uid = self.uid();
+        if let (TokenKind::Registration, Some(token)) = (&kind, self.context.tokens.get(&uid)) {
+            return Ok(token);
+        }
         let credentials =
             self.context.credentials.get_or_last(&self.namespace, &pool.github.credentials_ref.name).await;
         let credentials = credentials.map_err(|error| Outage(error.to_string()))?;
-        let owner = pool.github.owner.clone();
-        let scope = match &pool.github.repository {
-            Some(name) => Scope::Repository { owner, name: name.clone() },
-            None => Scope::Organization(owner),
-        };
+        let scope = registrations::scope(pool);
         let token = match kind {
-            TokenKind::Registration => self.context.github.registration_token(&credentials, &scope).await,
+            TokenKind::Registration => {
+                let token = self.context.github.registration_token(&credentials, &scope).await;
+                token.inspect(|token| self.context.tokens.keep(&uid, token))
+            }
             TokenKind::Removal => self.context.github.remove_token(&credentials, &scope).await,
         };
         token.map_err(|error| Outage(error.to_string()))
@@ -171,6 +190,7 @@ impl Work {
     fn enter(&mut self, phase: ClaimPhase, reason: ClaimReason, message: String) {
         let now = Timestamp::now();
         self.status.enter(phase, now);
+        self.status.retry_at = None;
         let ready = phase == ClaimPhase::Ready;
         let condition = ready_condition(ready, reason, message, self.claim.metadata.generation, now);
         set_condition(&mut self.status.conditions, condition);
@@ -179,6 +199,16 @@ impl Work {
     async fn wait(&mut self, reason: ClaimReason, message: String) -> Result<Action> {
         self.say(reason, message).await?;
         Ok(Action::requeue(WAIT))
+    }
+
+    /// Waits for a time that is known, and for a machine that comes free before.
+    async fn wait_until(&mut self, until: Timestamp, reason: ClaimReason, message: String) -> Result<Action> {
+        let phase = self.status.phase.unwrap_or_default();
+        self.enter(phase, reason, message);
+        self.status.retry_at = Some(Time(Timestamp::from_second(until.as_second()).unwrap_or(until)));
+        self.write().await?;
+        let left = Duration::try_from(until.duration_since(Timestamp::now())).unwrap_or_default();
+        Ok(Action::requeue(left.clamp(LOOK_AGAIN, LONG_WAIT)))
     }
 
     async fn say(&mut self, reason: ClaimReason, message: String) -> Result<()> {
@@ -213,10 +243,31 @@ impl Work {
         }
         let written = objects::replace_status(&self.context.client, &*self.claim, &self.status).await?;
         let mut written = written.ok_or(Stale)?;
+        let before = self.claim.status.as_ref().map(|status| status.phase_times.clone()).unwrap_or_default();
         // What is there now is what the next write is compared with, to the fraction of a second.
         written.status = Some(self.status.clone());
         self.claim = Arc::new(written);
+        self.tell(&before);
         Ok(())
+    }
+
+    /// An event for each phase that was entered for the first time. Nobody waits for it.
+    fn tell(&self, before: &PhaseTimes) {
+        let now = self.status.phase.unwrap_or_default();
+        let entered =
+            |phase: &&ClaimPhase| before.of(**phase).is_none() && self.status.phase_times.of(**phase).is_some();
+        let condition = self.status.conditions.iter().find(|known| known.type_ == READY);
+        let events = ClaimPhase::ALL.iter().filter(entered).map(|phase| match condition.filter(|_| *phase == now) {
+            Some(condition) => (*phase, condition.reason.clone(), condition.message.clone()),
+            None => (*phase, phase.as_str().to_owned(), phase.doing().to_owned()),
+        });
+        let (events, context, claim) = (events.collect::<Vec<_>>(), self.context.clone(), self.claim.clone());
+        tokio::spawn(async move {
+            for (phase, reason, note) in events {
+                let type_ = if phase == ClaimPhase::Failed { EventType::Warning } else { EventType::Normal };
+                context.event(&*claim, type_, phase.as_str(), &reason, note).await;
+            }
+        });
     }
 
     async fn event(&self, type_: EventType, reason: &str, note: String) {

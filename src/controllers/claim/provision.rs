@@ -2,27 +2,20 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use jiff::Timestamp;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use kube::{
-    ResourceExt,
-    runtime::{controller::Action, events::EventType},
-};
+use kube::runtime::{controller::Action, events::EventType};
 use paddock_record::{Instance, State};
 use secrecy::{ExposeSecret, SecretString};
 
 use super::{LOOK_AGAIN, TokenKind, Work};
 use crate::{
-    api::{
-        ClaimPhase, ClaimReason, Ec2Pool, FailureReason, FleetOrder, LaunchTemplate, READY, TAG_CLAIM, TAG_CLUSTER,
-        TAG_INITIAL_RUN_ID, TAG_POOL,
-    },
+    api::{ClaimPhase, ClaimReason, Ec2Pool, FailureReason, LaunchTemplate, READY},
     controllers::pickup::{Candidate, Picked},
-    effects::{aws::AwsError, queues::PUT_BACK_DELAY, records::Outcome},
+    effects::{queues::PUT_BACK_DELAY, records::Outcome},
     plan::{
         claim::{Step, View, step, surplus},
-        fleet::{FleetRequest, client_token},
+        heard::Heard,
         instance::Tracked,
         pickup::Needs,
     },
@@ -32,27 +25,27 @@ use crate::{
 const MAX_STEPS: usize = 16;
 
 /// What a claim is served from.
-struct Supply {
-    pool: Ec2Pool,
-    needs: Needs,
+pub(super) struct Supply {
+    pub pool: Ec2Pool,
+    pub needs: Needs,
     /// The queue of idle machines of the wanted class.
-    queue: String,
-    template: LaunchTemplate,
+    pub queue: String,
+    pub template: LaunchTemplate,
 }
 
 /// What ended a reconciliation early; `None`: go on with the next step.
-type Over = Option<Action>;
+pub(super) type Over = Option<Action>;
 
 impl Work {
     pub(super) async fn provision(&mut self) -> Result<Action> {
         match self.status.phase.unwrap_or_default() {
             ClaimPhase::Completed | ClaimPhase::Failed => return self.settle_over().await,
+            ClaimPhase::Releasing => return self.finish().await,
+            _ if Heard::of(&self.claim).run_over || self.context.runs.is_over(&self.claim) => {
+                return self.finish().await;
+            }
             ClaimPhase::Ready => return self.watch_over().await,
-            ClaimPhase::Pending
-            | ClaimPhase::Claiming
-            | ClaimPhase::Creating
-            | ClaimPhase::Validating
-            | ClaimPhase::Releasing => {}
+            ClaimPhase::Pending | ClaimPhase::Claiming | ClaimPhase::Creating | ClaimPhase::Validating => {}
         }
         if self.claim.status.is_none() {
             self.say(ClaimReason::WaitingInLine, "the claim was seen".into()).await?;
@@ -181,7 +174,7 @@ impl Work {
     }
 
     /// Gives back those of the held that the claim does not need.
-    async fn let_go(&mut self, held: &[Tracked], spare: &[String]) -> Result<Over> {
+    pub(super) async fn let_go(&mut self, held: &[Tracked], spare: &[String]) -> Result<Over> {
         let spare = held.iter().filter(|tracked| spare.contains(&tracked.record.instance_id)).cloned();
         self.give_back(&spare.collect::<Vec<_>>()).await
     }
@@ -191,81 +184,6 @@ impl Work {
             // Should this fail, the message comes back by itself when its visibility runs out.
             let _ = self.context.queues.put_back(queue, &candidate.message, Duration::ZERO).await;
         }
-    }
-
-    /// Has machines created for what the pool could not give.
-    async fn create(&mut self, supply: &Supply, count: u32) -> Result<Over> {
-        let (key, max) = (self.pool_key(), supply.pool.max_instances);
-        let there = self.context.ledger.of_pool(&key);
-        let live = there.iter().filter(|tracked| tracked.record.state != State::Terminated).count() as u32;
-        let Some(_room) = self.context.launches.reserve(&key, live, count, count, max) else {
-            let message = format!(
-                "{count} more machines are needed, but the pool has or creates {live} of at most {max} (maxInstances)"
-            );
-            return self.wait(ClaimReason::PoolFull, message).await.map(Some);
-        };
-        self.status.fleet = Some(FleetOrder {
-            client_token: client_token(&self.claim.uid().unwrap_or_default(), 1),
-            attempt: 1,
-            requested: count,
-            usage_class: supply.needs.usage_class,
-            ordered_at: Time(Timestamp::now()),
-            fleet_id: None,
-            instance_ids: Vec::new(),
-        });
-        self.enter(ClaimPhase::Creating, ClaimReason::Creating, format!("creating {count} machines"));
-        // The intent before the effect: a successor finds the token and asks for the same fleet.
-        self.write().await?;
-        self.order(supply).await
-    }
-
-    /// Has the persisted order carried out, and its instances entered.
-    async fn order(&mut self, supply: &Supply) -> Result<Over> {
-        let order = self.status.fleet.clone().context("there is no order")?;
-        let (key, run_id) = (self.pool_key(), self.claim.spec.run_id.clone());
-        let request = FleetRequest {
-            client_token: order.client_token,
-            template: supply.template.clone(),
-            count: order.requested,
-            usage_class: order.usage_class,
-            cpu: supply.needs.cpu,
-            memory_mib: supply.needs.memory_mib,
-            allowed_instance_types: supply.needs.allowed_instance_types.clone(),
-            subnet_ids: supply.pool.subnet_ids.clone(),
-            tags: vec![
-                (TAG_CLUSTER.into(), self.context.settings.cluster_name.clone()),
-                (TAG_POOL.into(), key.clone()),
-                (TAG_CLAIM.into(), self.name.clone()),
-                (TAG_INITIAL_RUN_ID.into(), run_id.clone()),
-            ],
-        };
-        let outcome = match self.context.machines.create_fleet(&request).await {
-            Ok(outcome) => outcome,
-            Err(error @ (AwsError::Refused { .. } | AwsError::Denied { .. })) => {
-                return self.fail(ClaimReason::AwsUnavailable, error.to_string()).await.map(Some);
-            }
-            Err(error) => return Err(error.into()),
-        };
-        let now = Timestamp::now();
-        let entries = outcome.launched.iter().map(async |launched| {
-            let record =
-                self.context.new_instance(launched, &key, &supply.pool, &supply.needs, &run_id, &self.name, now);
-            self.context.ledger.create(&record).await
-        });
-        for entry in futures::future::join_all(entries).await {
-            entry?;
-        }
-        if (outcome.launched.len() as u32) < order.requested {
-            let got = outcome.launched.len();
-            let message = format!("EC2 gave {got} of {} machines: {}", order.requested, outcome.causes.join("; "));
-            return self.fail(ClaimReason::InsufficientCapacity, message).await.map(Some);
-        }
-        if let Some(fleet) = &mut self.status.fleet {
-            fleet.fleet_id = Some(outcome.fleet_id);
-            fleet.instance_ids = outcome.launched.into_iter().map(|launched| launched.id).collect();
-        }
-        self.write().await?;
-        Ok(None)
     }
 
     /// Hands tokens to those that wait for one and ends those that failed; with none of these, waits.
@@ -283,6 +201,9 @@ impl Work {
                 Ok(token) => self.hand_out(held, tokens, &token).await?,
                 Err(outage) => return self.wait_for_github(outage).await.map(Some),
             }
+        }
+        if failed.iter().any(|(_, reason, _)| *reason == FailureReason::RegistrationFailed) {
+            self.context.tokens.forget(&self.uid());
         }
         for (id, reason, why) in failed {
             self.event(EventType::Warning, "WorkerFailed", format!("{id}: {why}")).await;
@@ -325,52 +246,17 @@ impl Work {
         Ok(None)
     }
 
-    /// Why a claim that was Ready has no machines any more, from the records of those it had.
-    fn how_it_ended(&self) -> (ClaimPhase, ClaimReason, String) {
-        let began = self.claim.metadata.creation_timestamp.as_ref().map_or(Timestamp::MIN, |time| time.0);
-        let ours = self.context.ledger.of_claim(&self.pool_key(), &self.name);
-        let lost: Vec<_> = ours
-            .iter()
-            .map(|tracked| &tracked.record)
-            .filter(|record| record.state == State::Terminated && record.updated_at >= began)
-            .filter(|record| record.failure_reason != FailureReason::ThresholdPassed.as_str())
-            .map(|record| format!("{}: {}", record.instance_id, record.failure_message))
-            .collect();
-        if lost.is_empty() {
-            let message = "its machines have reached the end of their time";
-            (ClaimPhase::Completed, ClaimReason::MaxRuntimeReached, message.into())
-        } else {
-            (ClaimPhase::Failed, ClaimReason::WorkerLost, lost.join("; "))
-        }
-    }
-
     async fn serve(&mut self, held: &[Tracked]) -> Result<Action> {
         let count = self.claim.spec.count;
         self.list_workers(held);
-        self.enter(ClaimPhase::Ready, ClaimReason::Ready, format!("{count} of {count} runners are registered"));
+        let message = format!("{count} of {count} runners are registered for run {}", self.claim.spec.run_id);
+        self.enter(ClaimPhase::Ready, ClaimReason::Ready, message);
         self.write().await?;
         if let Some(created) = &self.claim.metadata.creation_timestamp {
             let seconds = Timestamp::now().duration_since(created.0).as_secs_f64();
             self.context.metrics.claim_seconds.observe(seconds);
         }
-        self.event(EventType::Normal, "Ready", format!("{count} runners serve run {}", self.claim.spec.run_id)).await;
-        Ok(Action::await_change())
-    }
-
-    /// A claim that is Ready stays so until its machines are gone: their time was up, or they were lost.
-    async fn watch_over(&mut self) -> Result<Action> {
-        let held = self.held();
-        let spare = surplus(&held, self.claim.spec.count, true);
-        if let Some(over) = self.let_go(&held, &spare).await? {
-            return Ok(over);
-        }
-        let held = self.held();
-        self.list_workers(&held);
-        if held.is_empty() {
-            let (phase, reason, message) = self.how_it_ended();
-            self.enter(phase, reason, message);
-        }
-        self.write().await?;
+        self.context.tokens.forget(&self.uid());
         Ok(Action::await_change())
     }
 }

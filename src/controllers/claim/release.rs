@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use jiff::Timestamp;
-use kube::runtime::{controller::Action, events::EventType};
+use kube::runtime::controller::Action;
 use paddock_record::{Instance, State};
 use secrecy::ExposeSecret;
 
@@ -39,8 +39,25 @@ impl Work {
         }
     }
 
+    /// The workflow run is over: everything goes back, and the claim stays to be looked at. What is written first makes
+    /// whoever leads next go on, whatever told us.
+    pub(super) async fn finish(&mut self) -> Result<Action> {
+        if self.status.phase != Some(ClaimPhase::Releasing) {
+            let message = "its workflow run is over: giving the machines back to the pool";
+            self.enter(ClaimPhase::Releasing, ClaimReason::Releasing, message.into());
+            self.write().await?;
+        }
+        if let Some(waiting) = self.give_all_back().await? {
+            return Ok(waiting);
+        }
+        self.list_workers(&[]);
+        let message = "its workflow run is over, and its machines are given back";
+        self.enter(ClaimPhase::Completed, ClaimReason::Completed, message.into());
+        self.write().await?;
+        Ok(Action::await_change())
+    }
+
     pub(super) async fn fail(&mut self, reason: ClaimReason, message: String) -> Result<Action> {
-        self.event(EventType::Warning, "Failed", message.clone()).await;
         if let Some(waiting) = self.give_all_back().await? {
             return Ok(waiting);
         }

@@ -10,7 +10,10 @@ use futures::StreamExt;
 use jiff::Timestamp;
 use kube::{
     ResourceExt,
-    runtime::controller::{Action, Controller},
+    runtime::{
+        controller::{Action, Controller},
+        events::EventType,
+    },
 };
 use paddock_record::{AgentConfig, State};
 use tokio_util::sync::CancellationToken;
@@ -23,12 +26,13 @@ use super::{
 };
 use crate::{
     api::{
-        Ec2Pool, FailureReason, Hardware, PoolKind, PoolReason, Queue, RunnerPool, RunnerPoolStatus, ready_condition,
-        set_condition,
+        Ec2Pool, FailureReason, Hardware, PoolKind, PoolReason, Queue, READY, RunnerPool, RunnerPoolStatus,
+        ready_condition, set_condition,
     },
     effects::aws::AwsError,
     plan::{
         fleet::{pool_key, queue_name, template},
+        shortage::hint,
         user_data::user_data,
     },
 };
@@ -73,7 +77,7 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
     let mut new = pool.status.clone().unwrap_or_default();
     new.kind = Some(PoolKind::Ec2);
     new.observed_generation = pool.metadata.generation;
-    let timer = format!("prepare {key} {}", pool.metadata.generation.unwrap_or_default());
+    let timer = prepare_timer(pool);
     let prepared = match new.launch_template.is_some() && !context.timers.due(&timer, VERIFY) {
         true => Ok(()),
         false => prepare(context, pool, ec2, &mut new).await,
@@ -88,10 +92,12 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
         trouble => trouble,
     };
     if outcome.is_err() {
-        // Something that was made may be gone: it is looked for again, not only when its time has come.
+        // Something may have been taken away: the next look sees to it.
         context.timers.reset(&timer);
     }
-    let (reason, message) = outcome.err().unwrap_or((PoolReason::Ready, "the pool serves claims".to_owned()));
+    let launch = context.troubles.of_launch(&key, pool.metadata.generation).map(|(trouble, _)| trouble);
+    let trouble = outcome.err().or(launch);
+    let (reason, message) = trouble.unwrap_or((PoolReason::Ready, "the pool serves claims".to_owned()));
     let instances = context.ledger.of_pool(&key);
     let mirrored = mirror::mirror(context, pool, ec2, &instances).await?;
     new.workers = mirror::counts(&instances);
@@ -99,20 +105,40 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
     let condition = ready_condition(ready, reason, message, pool.metadata.generation, Timestamp::now());
     set_condition(&mut new.conditions, condition);
     let written = objects::write_status(&context.client, pool, pool.status.as_ref(), &new).await?;
+    if written == Written::Yes {
+        tell(context, pool, &new).await;
+    }
     let whole = mirrored == Written::Yes && written == Written::Yes;
     Ok(Action::requeue(if whole { REFRESH } else { STALE }))
+}
+
+/// An event for each new word of the pool's condition.
+async fn tell(context: &Context, pool: &RunnerPool, new: &RunnerPoolStatus) {
+    let ready = |status: &RunnerPoolStatus| status.conditions.iter().find(|known| known.type_ == READY).cloned();
+    let (before, Some(now)) = (pool.status.as_ref().and_then(ready), ready(new)) else { return };
+    if before.is_none_or(|before| (&before.reason, &before.message) != (&now.reason, &now.message)) {
+        let type_ = if now.status == "True" { EventType::Normal } else { EventType::Warning };
+        context.event(pool, type_, "Refresh", &now.reason, now.message).await;
+    }
 }
 
 /// Why a pool is not ready.
 pub type Trouble = (PoolReason, String);
 
-fn at_aws(error: AwsError) -> Trouble {
+pub fn at_aws(error: AwsError) -> Trouble {
     let reason = match error {
         AwsError::Denied { .. } => PoolReason::AwsDenied,
         AwsError::Throttled { .. } | AwsError::Unreachable { .. } => PoolReason::AwsUnavailable,
         AwsError::Refused { .. } => PoolReason::InvalidSpec,
     };
-    (reason, error.to_string())
+    let hint = error.code().map_or("", hint);
+    (reason, if hint.is_empty() { error.to_string() } else { format!("{error}; {hint}") })
+}
+
+/// When a pool was last prepared. Another generation of it has a timer of its own, which is due at once.
+pub fn prepare_timer(pool: &RunnerPool) -> String {
+    let generation = pool.metadata.generation.unwrap_or_default();
+    format!("prepare {}/{} {generation}", pool.namespace().unwrap_or_default(), pool.name_any())
 }
 
 /// Table, queues and launch template, made or mended; asked for anew when the spec changed or some time has passed.
@@ -125,7 +151,7 @@ async fn prepare(
     let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
     let key = pool_key(&namespace, &name);
     let cluster = &context.settings.cluster_name;
-    if !context.ledger.load().await.map_err(at_aws)? {
+    if !context.ledger.ensure().await.map_err(at_aws)? {
         return Err((PoolReason::Preparing, "the DynamoDB table is being created".into()));
     }
     let mut queues = Vec::new();

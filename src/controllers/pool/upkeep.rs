@@ -2,30 +2,31 @@
 
 use std::{cmp::Reverse, collections::HashSet, time::Duration};
 
-use futures::{StreamExt, TryStreamExt, stream};
-use jiff::{SignedDuration, Timestamp};
+use jiff::Timestamp;
 use kube::{ResourceExt, runtime::events::EventType};
 use paddock_record::{Instance, State};
 
 use super::{Trouble, at_aws};
 use crate::{
     api::{
-        Ec2Pool, FailureReason, LaunchTemplate, PoolReason, RunnerPool, RunnerPoolStatus, TAG_CLUSTER,
-        TAG_INITIAL_RUN_ID, TAG_POOL,
+        Ec2Pool, LaunchTemplate, PoolReason, RunnerPool, RunnerPoolStatus, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL,
     },
     controllers::Context,
     effects::{aws::AwsError, records::Outcome},
     plan::{
         fleet::{FleetRequest, client_token},
-        instance::{Tracked, Upkeep, upkeep},
+        instance::{ORPHAN_AGE, Seen, Tracked, Upkeep, lost, upkeep},
         pickup::Needs,
+        shortage::{Order, in_words, trouble},
     },
 };
 
 /// How often EC2 and the queues are compared with the records.
 const SWEEP: Duration = Duration::from_secs(30);
-/// An instance without a record is an orphan only once its record had time to be written.
-const ORPHAN_AGE: SignedDuration = SignedDuration::from_secs(60);
+/// How long `minIdle` waits after a launch that failed, unless the pool is edited.
+const RELAUNCH: Duration = Duration::from_secs(60);
+/// How much longer a record stays whose runner may still be at GitHub.
+const UNSETTLED: Duration = Duration::from_secs(3600);
 /// Offers on their way to SQS at once.
 const SENDS: usize = 16;
 /// Machines ended in one sweep, so that a wrong clock cannot empty the fleet.
@@ -57,9 +58,8 @@ pub(super) async fn keep_up(
                 context.end_instance(id, reason, &why).await.map_err(at_aws)?;
             }
         }
-        let retention = SignedDuration::try_from(context.settings.retention).unwrap_or(SignedDuration::MAX);
-        let record = &tracked.record;
-        if record.state == State::Terminated && now.duration_since(record.updated_at) > retention {
+        if is_forgotten(&tracked.record, context.settings.retention, now) {
+            let record = &tracked.record;
             context.ledger.forget(&record.instance_id).await.map_err(at_aws)?;
         }
     }
@@ -69,9 +69,17 @@ pub(super) async fn keep_up(
             sweep(context, key).await?;
             restore_offers(context, key, new).await
         };
-        context.troubles.note(key, swept.await.map_err(at_aws).err());
+        context.troubles.swept(key, swept.await.map_err(at_aws).err());
     }
-    context.troubles.of(key).map_or(Ok(()), Err)
+    context.troubles.of_sweep(key).map_or(Ok(()), Err)
+}
+
+/// Whether nobody asks for the record of an ended machine any more. One whose runner may still be at GitHub stays a while
+/// longer, but not for ever: the App may have lost its rights.
+fn is_forgotten(record: &Instance, retention: Duration, now: Timestamp) -> bool {
+    let grace = if record.leaving.is_empty() { Duration::ZERO } else { UNSETTLED };
+    let age = Duration::try_from(now.duration_since(record.updated_at)).unwrap_or_default();
+    record.state == State::Terminated && age > retention.saturating_add(grace)
 }
 
 /// The idle machines that `minIdle` speaks of: those that have the longest to live anyway.
@@ -153,17 +161,16 @@ async fn offer_missing(
 ) -> Result<(), AwsError> {
     let free: HashSet<_> = instances.iter().filter(|t| t.is_free()).map(|t| t.record.instance_id.as_str()).collect();
     let missing = context.offers.missing(key, &free);
-    let missing = instances.iter().filter(|tracked| missing.contains(&tracked.record.instance_id));
-    send_offers(context, missing, new).await
+    let missing: Vec<_> = instances.iter().filter(|t| missing.contains(&t.record.instance_id)).cloned().collect();
+    send_offers(context, &missing, new).await
 }
 
-async fn send_offers<'a>(
-    context: &Context,
-    instances: impl Iterator<Item = &'a Tracked>,
-    new: &RunnerPoolStatus,
-) -> Result<(), AwsError> {
-    let sends = instances.map(|tracked| send_offer(context, tracked, new));
-    stream::iter(sends).buffer_unordered(SENDS).try_collect().await
+async fn send_offers(context: &Context, instances: &[Tracked], new: &RunnerPoolStatus) -> Result<(), AwsError> {
+    for batch in instances.chunks(SENDS) {
+        let sends: Vec<_> = batch.iter().map(|tracked| send_offer(context, tracked, new)).collect();
+        futures::future::try_join_all(sends).await?;
+    }
+    Ok(())
 }
 
 /// Offers every idle machine again where a queue has fewer messages than there are machines.
@@ -172,7 +179,7 @@ async fn restore_offers(context: &Context, key: &str, new: &RunnerPoolStatus) ->
         let mut idle = context.ledger.of_pool(key);
         idle.retain(|tracked| tracked.is_free() && tracked.record.resource_class == queue.resource_class);
         if !idle.is_empty() && (context.queues.size(&queue.url).await? as usize) < idle.len() {
-            send_offers(context, idle.iter(), new).await?;
+            send_offers(context, &idle, new).await?;
         }
     }
     Ok(())
@@ -196,13 +203,15 @@ async fn sweep(context: &Context, key: &str) -> Result<(), AwsError> {
         tracing::warn!(?orphans, "ending instances that have no live record");
         context.machines.terminate(&orphans).await?;
     }
+    let mut ends = 0;
     for tracked in context.ledger.of_pool(key) {
-        let record = &tracked.record;
-        let young = now.duration_since(record.updated_at) < ORPHAN_AGE;
-        let alive = described.iter().any(|d| d.id == record.instance_id && !d.gone);
-        if record.state != State::Terminated && !alive && !young {
-            let why = "EC2 does not have the instance any more";
-            context.end_instance(&record.instance_id, FailureReason::InstanceGone, why).await?;
+        let there = described.iter().find(|described| described.id == tracked.record.instance_id);
+        let seen = there.map(|there| Seen { gone: there.gone, reclaimed: there.reclaimed });
+        if let Some((reason, why)) = lost(&tracked, seen, now)
+            && ends < MAX_ENDS
+        {
+            ends += 1;
+            context.end_instance(&tracked.record.instance_id, reason, why).await?;
         }
     }
     Ok(())
@@ -224,6 +233,11 @@ pub(super) async fn keep_warm(
     });
     let missing = ec2.min_idle.saturating_sub(idle.count() as u32);
     let (Some(class), Some(template)) = (ec2.default_resource_class(), &new.launch_template) else { return Ok(()) };
+    if let Some((trouble, age)) = context.troubles.of_launch(key, pool.metadata.generation)
+        && age < RELAUNCH
+    {
+        return Err(trouble);
+    }
     let Some(room) = context.launches.reserve(key, live, 1, missing, ec2.max_instances) else { return Ok(()) };
     let needs = Needs {
         usage_class: ec2.defaults.usage_class,
@@ -231,6 +245,11 @@ pub(super) async fn keep_warm(
         cpu: class.cpu,
         memory_mib: class.memory_mib,
         allowed_instance_types: ec2.defaults.allowed_instance_types.clone(),
+    };
+    let order = context.shortages().order(&needs, &ec2.subnet_ids, false, Timestamp::now());
+    let subnet_ids = match order {
+        Order::Ask { subnet_ids, .. } => subnet_ids,
+        Order::Wait { message, .. } => return Err((PoolReason::InsufficientCapacity, message)),
     };
     let now = Timestamp::now();
     let request = FleetRequest {
@@ -242,21 +261,28 @@ pub(super) async fn keep_warm(
         cpu: needs.cpu,
         memory_mib: needs.memory_mib,
         allowed_instance_types: needs.allowed_instance_types.clone(),
-        subnet_ids: ec2.subnet_ids.clone(),
+        subnet_ids,
         tags: vec![
             (TAG_CLUSTER.into(), context.settings.cluster_name.clone()),
             (TAG_POOL.into(), key.to_owned()),
             (TAG_INITIAL_RUN_ID.into(), String::new()),
         ],
     };
-    let outcome = context.machines.create_fleet(&request).await.map_err(at_aws)?;
+    let outcome = context.machines.create_fleet(&request).await.map_err(at_aws);
+    let outcome = outcome.inspect_err(|trouble| context.launched(Some(pool), Some(trouble.clone())))?;
     for launched in &outcome.launched {
         let record = context.new_instance(launched, key, ec2, &needs, "", "", now);
         context.ledger.create(&record).await.map_err(at_aws)?;
     }
-    if outcome.launched.is_empty() {
-        let causes = outcome.causes.join("; ");
-        return Err((PoolReason::AwsUnavailable, format!("EC2 gave none of {missing} warm machines: {causes}")));
+    context.shortages().note(&request, outcome.launched.len(), &outcome.causes, now);
+    let trouble = trouble(&outcome.causes).filter(|_| outcome.launched.is_empty());
+    context.launched(Some(pool), trouble.clone());
+    match trouble {
+        Some(trouble) => Err(trouble),
+        None if outcome.launched.is_empty() => {
+            let causes = in_words(&outcome.causes);
+            Err((PoolReason::InsufficientCapacity, format!("EC2 gave none of {missing} warm machines: {causes}")))
+        }
+        None => Ok(()),
     }
-    Ok(())
 }

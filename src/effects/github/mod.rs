@@ -253,6 +253,19 @@ impl GitHub {
         }
     }
 
+    /// Whether a workflow run is over.
+    pub async fn run_is_over(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<bool, GitHubError> {
+        #[derive(Deserialize)]
+        struct Run {
+            status: String,
+        }
+        let (owner, name) = repository.split_once('/').unwrap_or(("", repository));
+        let scope = Scope::Repository { owner: owner.into(), name: name.into() };
+        let route = format!("{}/actions/runs/{id}", scope.route());
+        let run: Run = self.sessions.call(credentials, &scope, Method::GET, &route, None).await?;
+        Ok(run.status == "completed")
+    }
+
     /// A job of a repository of the scope's owner, given with that owner's name.
     pub async fn job(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<WorkflowJob, GitHubError> {
         let (owner, name) = repository.split_once('/').unwrap_or(("", repository));
