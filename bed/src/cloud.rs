@@ -76,8 +76,7 @@ impl Cloud {
 
     /// Speaks for an agent.
     pub async fn forge_signal(&self, id: &str, signal: Signal, run_id: &str) -> Result<()> {
-        let (instance_id, run_id) = (id.to_owned(), run_id.to_owned());
-        let said = WorkerSignal { instance_id, signal, run_id, updated_at: Timestamp::now() };
+        let said = WorkerSignal::new(id, signal, run_id, Timestamp::now());
         self.dynamodb.put_item().table_name(&self.table).set_item(Some(said.to_item())).send().await?;
         Ok(())
     }

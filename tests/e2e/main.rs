@@ -9,6 +9,7 @@ mod device_plugin;
 mod ec2;
 mod ec2_end;
 mod ec2_faults;
+mod ec2_life;
 mod ec2_pool;
 mod linux;
 mod operator;
@@ -108,6 +109,13 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2_faults::a_machine_that_ec2_does_not_list_yet_is_not_given_up,
         ec2_faults::a_machine_that_registers_for_another_run_or_not_at_all_is_replaced,
         ec2_faults::total_capacity_loss_is_told_by_zone,
+        ec2_life::a_run_that_a_webhook_calls_completed_releases_its_claim,
+        ec2_life::i2_a_machine_that_has_served_its_claims_ends_and_leaves_no_runner,
+        ec2_life::a_machine_whose_scrub_script_fails_is_never_pooled,
+        ec2_life::a_claim_waits_while_every_zone_is_known_to_be_empty,
+        ec2_life::i4_spot_falls_back_to_on_demand_and_keeps_nothing_of_the_first_order,
+        ec2_life::i2_lost_machines_are_told_apart_and_their_runners_removed,
+        ec2_life::a_pool_says_what_is_wrong_with_it_until_it_is_mended,
         ec2_pool::a_personal_token_and_a_repository_serve_as_well,
         ec2_pool::claim_of_ten_takes_four_idle_machines_and_six_new_ones,
         ec2_pool::i1_four_claims_of_four_race_for_sixteen_idle_machines,
@@ -121,6 +129,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         operator::a_paused_leader_is_replaced_and_ends,
         operator::a_missing_right_is_missed,
         operator::the_api_server_restarts,
+        ec2_life::a_run_that_is_over_releases_its_claim_and_the_claim_goes_in_time,
         ec2_faults::i12_a_throttled_table_slows_a_claim_and_breaks_nothing,
     );
     let on_a_node = trials!(play:
