@@ -205,6 +205,15 @@ impl Control {
         self.runners().into_iter().find(|runner| same(&runner.name, name))
     }
 
+    /// A runner beside `like`, in the same place with the same labels, that nobody plays: a leftover.
+    pub fn add_runner(&self, like: &Runner, name: &str) {
+        self.hub.change(|world, now| {
+            let mut runner = world.add_runner(like.scope.clone(), name, like.group_id, true, now);
+            runner.labels.clone_from(&like.labels);
+            world.runners.insert(runner.id, runner);
+        });
+    }
+
     pub fn is_online(&self, name: &str) -> bool {
         self.runner(name).is_some_and(|runner| runner.online(self.hub.clock.now(), self.hub.options.offline_after))
     }

@@ -25,6 +25,9 @@ pub enum GitHubError {
     RateLimited { until: Timestamp },
     #[error("GitHub does not answer as it should: {0}")]
     Unavailable(String),
+    /// With the time for which nothing is asked.
+    #[error("GitHub did not answer in time for this owner; it is asked again in {} s", .0.as_secs() + 1)]
+    NoAnswer(std::time::Duration),
     #[error("GitHub refuses it: {0}")]
     Refused(String),
     #[error(transparent)]
@@ -36,7 +39,12 @@ impl GitHubError {
     pub const fn is_final(&self) -> bool {
         match self {
             Self::NotFound(_) | Self::Unauthorized(_) | Self::Forbidden(_) | Self::Refused(_) => true,
-            Self::NameTaken | Self::Busy | Self::RateLimited { .. } | Self::Unavailable(_) | Self::Fenced(_) => false,
+            Self::NameTaken
+            | Self::Busy
+            | Self::RateLimited { .. }
+            | Self::Unavailable(_)
+            | Self::NoAnswer(_)
+            | Self::Fenced(_) => false,
         }
     }
 

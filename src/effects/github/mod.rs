@@ -3,6 +3,7 @@
 mod deliveries;
 mod error;
 mod session;
+mod turns;
 
 use std::sync::Arc;
 
@@ -77,6 +78,12 @@ pub struct GitHub {
 type Groups = Arc<std::sync::Mutex<std::collections::HashMap<GroupKey, Arc<tokio::sync::Mutex<Option<i64>>>>>>;
 type GroupKey = (String, String, String);
 
+/// A page of runners.
+#[derive(Deserialize)]
+struct Runners {
+    runners: Vec<KnownRunner>,
+}
+
 impl GitHub {
     pub fn new(api_url: &str, fence: Fence) -> Self {
         let sessions = Arc::new(Sessions::new(api_url.to_owned(), fence));
@@ -135,6 +142,21 @@ impl GitHub {
         };
         *known = Some(id);
         Ok(id)
+    }
+
+    /// The group's number, where it exists.
+    async fn known_group(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        name: &str,
+    ) -> Result<Option<i64>, GitHubError> {
+        let slot = flight(&self.groups, self.group_key(credentials, scope.owner(), name));
+        let mut known = slot.lock().await;
+        if known.is_none() {
+            *known = self.find_group(credentials, scope, name).await?;
+        }
+        Ok(*known)
     }
 
     async fn find_group(
@@ -213,13 +235,43 @@ impl GitHub {
         scope: &Scope,
         name: &str,
     ) -> Result<Option<KnownRunner>, GitHubError> {
-        #[derive(Deserialize)]
-        struct Page {
-            runners: Vec<KnownRunner>,
-        }
         let route = format!("{}/actions/runners?name={name}&per_page={PER_PAGE}", scope.route());
-        let page: Page = self.sessions.call(credentials, scope, Method::GET, &route, None).await?;
+        let page: Runners = self.sessions.call(credentials, scope, Method::GET, &route, None).await?;
         Ok(page.runners.into_iter().find(|runner| runner.name.eq_ignore_ascii_case(name)))
+    }
+
+    /// Every runner of an organisation's group, or of a repository. It is a look that can wait while little of the rate
+    /// limit is left.
+    pub async fn runners(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        group: &str,
+    ) -> Result<Vec<KnownRunner>, GitHubError> {
+        let list = match scope {
+            Scope::Repository { .. } => format!("{}/actions/runners", scope.route()),
+            Scope::Organization(_) => match self.known_group(credentials, scope, group).await? {
+                Some(id) => format!("{}/actions/runner-groups/{id}/runners", scope.route()),
+                // Whoever makes the first runner makes the group.
+                None => return Ok(vec![]),
+            },
+        };
+        let mut all = Vec::new();
+        for page in 1.. {
+            let route = format!("{list}?per_page={PER_PAGE}&page={page}");
+            let found = self.sessions.look::<Runners>(credentials, scope, &route).await;
+            if let (Err(GitHubError::NotFound(_)), Scope::Organization(org)) = (&found, scope) {
+                // The group was deleted: look for it again next time.
+                *flight(&self.groups, self.group_key(credentials, org, group)).lock().await = None;
+            }
+            let found = found?.runners;
+            let last = found.len() < PER_PAGE;
+            all.extend(found);
+            if last {
+                break;
+            }
+        }
+        Ok(all)
     }
 
     pub async fn delete_runner(
@@ -253,26 +305,29 @@ impl GitHub {
         }
     }
 
+    /// A job of a repository, which is given with its owner's name.
+    pub async fn job(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<WorkflowJob, GitHubError> {
+        let scope = repository_scope(repository);
+        let route = format!("{}/actions/jobs/{id}", scope.route());
+        self.sessions.look(credentials, &scope, &route).await
+    }
+
     /// Whether a workflow run is over.
     pub async fn run_is_over(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<bool, GitHubError> {
         #[derive(Deserialize)]
         struct Run {
             status: String,
         }
-        let (owner, name) = repository.split_once('/').unwrap_or(("", repository));
-        let scope = Scope::Repository { owner: owner.into(), name: name.into() };
+        let scope = repository_scope(repository);
         let route = format!("{}/actions/runs/{id}", scope.route());
-        let run: Run = self.sessions.call(credentials, &scope, Method::GET, &route, None).await?;
+        let run: Run = self.sessions.look(credentials, &scope, &route).await?;
         Ok(run.status == "completed")
     }
+}
 
-    /// A job of a repository of the scope's owner, given with that owner's name.
-    pub async fn job(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<WorkflowJob, GitHubError> {
-        let (owner, name) = repository.split_once('/').unwrap_or(("", repository));
-        let scope = Scope::Repository { owner: owner.into(), name: name.into() };
-        let route = format!("{}/actions/jobs/{id}", scope.route());
-        self.sessions.call(credentials, &scope, Method::GET, &route, None).await
-    }
+fn repository_scope(full: &str) -> Scope {
+    let (owner, name) = full.split_once('/').unwrap_or(("", full));
+    Scope::Repository { owner: owner.into(), name: name.into() }
 }
 
 #[derive(Deserialize)]

@@ -14,7 +14,7 @@ use secrecy::{ExposeSecret, SecretString};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::Value;
 
-use super::error::GitHubError;
+use super::{error::GitHubError, turns::Turns};
 use crate::{
     effects::{
         credentials::{Auth, Credentials},
@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// The longest that one call may take; GitHub itself gives up after 10 s.
-const CALL_TIMEOUT: Duration = Duration::from_secs(20);
+const CALL_TIMEOUT: Duration = Duration::from_secs(12);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Installation tokens live an hour.
 const TOKEN_LIFE: SignedDuration = SignedDuration::from_mins(59);
@@ -36,10 +36,47 @@ struct Account {
     installation: Option<u64>,
 }
 
+/// How much a call matters while little of the hourly limit is left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Need {
+    /// A job waits for it, or something is given back.
+    Now,
+    /// A look that can be had later: a tenth of the limit is kept for what cannot.
+    Spare,
+}
+
+/// How an account stands with GitHub's limits.
 #[derive(Clone, Copy, Default)]
-struct Pause {
+struct Standing {
+    /// Nothing is asked before.
     until: Option<Timestamp>,
+    /// How often in a row GitHub limited without saying until when.
     strikes: u32,
+    budget: Option<Budget>,
+}
+
+/// What is left of the hourly limit, as the last answer said.
+#[derive(Clone, Copy)]
+struct Budget {
+    limit: i64,
+    remaining: i64,
+    reset: Timestamp,
+}
+
+impl Budget {
+    fn of(headers: &HeaderMap) -> Option<Self> {
+        let number = |name: &str| headers.get(name)?.to_str().ok()?.trim().parse::<i64>().ok();
+        let reset = Timestamp::from_second(number("x-ratelimit-reset")?).ok()?;
+        Some(Self { limit: number("x-ratelimit-limit")?, remaining: number("x-ratelimit-remaining")?, reset })
+    }
+
+    fn allows(self, need: Need, now: Timestamp) -> bool {
+        let least = match need {
+            Need::Now => 1,
+            Need::Spare => self.limit / 10,
+        };
+        now >= self.reset || self.remaining >= least
+    }
 }
 
 struct Token {
@@ -62,7 +99,8 @@ pub(super) struct Sessions {
     tokens: Flights<Account, Token>,
     /// Installations found by owner.
     installations: Flights<(String, String), u64>,
-    pauses: Mutex<HashMap<Account, Pause>>,
+    standings: Mutex<HashMap<Account, Standing>>,
+    turns: Turns,
 }
 
 impl Sessions {
@@ -73,7 +111,8 @@ impl Sessions {
             clients: Mutex::default(),
             tokens: Flights::default(),
             installations: Flights::default(),
-            pauses: Mutex::default(),
+            standings: Mutex::default(),
+            turns: Turns::new(),
         }
     }
 
@@ -88,16 +127,41 @@ impl Sessions {
         route: &str,
         body: Option<&Value>,
     ) -> Result<T, GitHubError> {
-        let (client, account) = self.session(credentials, scope).await?;
-        let outcome = self.send(&client, &account, method.clone(), route, body).await;
-        match (outcome, account.installation) {
-            (Err(GitHubError::Unauthorized(_)), Some(_)) => {
-                *flight(&self.tokens, account.clone()).lock().await = None;
-                let (client, account) = self.session(credentials, scope).await?;
-                self.send(&client, &account, method, route, body).await
+        self.call_for(Need::Now, credentials, scope, method, route, body).await
+    }
+
+    /// A look that can be had later; not while little of the limit is left.
+    pub async fn look<T: DeserializeOwned>(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        route: &str,
+    ) -> Result<T, GitHubError> {
+        self.call_for(Need::Spare, credentials, scope, Method::GET, route, None).await
+    }
+
+    async fn call_for<T: DeserializeOwned>(
+        &self,
+        need: Need,
+        credentials: &Credentials,
+        scope: &Scope,
+        method: Method,
+        route: &str,
+        body: Option<&Value>,
+    ) -> Result<T, GitHubError> {
+        let exchange = async {
+            let (client, account) = self.session(credentials, scope).await?;
+            let outcome = self.send(need, &client, &account, method.clone(), route, body).await;
+            match (outcome, account.installation) {
+                (Err(GitHubError::Unauthorized(_)), Some(_)) => {
+                    *flight(&self.tokens, account.clone()).lock().await = None;
+                    let (client, account) = self.session(credentials, scope).await?;
+                    self.send(need, &client, &account, method, route, body).await
+                }
+                (outcome, _) => outcome,
             }
-            (outcome, _) => outcome,
-        }
+        };
+        self.turns.line(&credentials.fingerprint, scope).run(exchange).await
     }
 
     /// Asks for something that is the App's own, which needs no installation.
@@ -107,7 +171,7 @@ impl Sessions {
         route: &str,
     ) -> Result<(HeaderMap, T), GitHubError> {
         let own = Account { fingerprint: credentials.fingerprint.clone(), installation: None };
-        let (headers, text) = self.exchange(&self.client(credentials)?, &own, Method::GET, route, None).await?;
+        let (headers, text) = self.exchange(Need::Spare, &self.client(credentials)?, &own, Method::GET, route, None).await?;
         Ok((headers, parse(&text)?))
     }
 
@@ -150,12 +214,12 @@ impl Sessions {
         }
         let asked = Timestamp::now();
         let route = format!("/app/installations/{installation}/access_tokens");
-        let answer = self.send::<Answer>(app, own, Method::POST, &route, None).await;
+        let answer = self.send::<Answer>(Need::Now, app, own, Method::POST, &route, None).await;
         if let Err(GitHubError::NotFound(_)) = answer {
             // The App was removed and installed anew: look the installation up again.
             *flight(&self.installations, (own.fingerprint.clone(), scope.owner().to_lowercase())).lock().await = None;
         }
-        let answer = answer?;
+        let answer = answer.map_err(|error| uninstalled(error, scope))?;
         let until = (asked + TOKEN_LIFE).min(answer.expires_at - SignedDuration::from_mins(1));
         Ok(Token { text: answer.token.into(), until })
     }
@@ -171,10 +235,11 @@ impl Sessions {
             return Ok(id);
         }
         let route = format!("{}/installation", scope.route());
-        let found: Answer = self.send(app, own, Method::GET, &route, None).await.map_err(|error| match error {
-            GitHubError::NotFound(_) => GitHubError::NotFound(format!("the App is not installed for {scope}")),
-            error => error,
-        })?;
+        let found: Answer =
+            self.send(Need::Now, app, own, Method::GET, &route, None).await.map_err(|error| match error {
+                GitHubError::NotFound(_) => GitHubError::NotFound(format!("the App is not installed for {scope}")),
+                error => error,
+            })?;
         *known = Some(found.id);
         Ok(found.id)
     }
@@ -200,26 +265,29 @@ impl Sessions {
 
     async fn send<T: DeserializeOwned>(
         &self,
+        need: Need,
         client: &Octocrab,
         account: &Account,
         method: Method,
         route: &str,
         body: Option<&Value>,
     ) -> Result<T, GitHubError> {
-        let (_, text) = self.exchange(client, account, method, route, body).await?;
+        let (_, text) = self.exchange(need, client, account, method, route, body).await?;
         parse(&text)
     }
 
     /// One request: not while GitHub wants a pause, no write without the lease, never for longer than [`CALL_TIMEOUT`].
     async fn exchange(
         &self,
+        need: Need,
         client: &Octocrab,
         account: &Account,
         method: Method,
         route: &str,
         body: Option<&Value>,
     ) -> Result<(HeaderMap, String), GitHubError> {
-        let strikes = self.pass(account)?;
+        let _place = self.turns.one().await;
+        let strikes = self.pass(account, need)?;
         if method != Method::GET {
             self.fence.check()?;
         }
@@ -234,9 +302,12 @@ impl Sessions {
             let text = client.body_to_string(answer).await.map_err(unavailable)?;
             Ok::<_, GitHubError>((status, headers, text))
         };
-        let (status, headers, text) = tokio::time::timeout(CALL_TIMEOUT, exchange)
-            .await
-            .map_err(|_| GitHubError::Unavailable(format!("no answer within {} s", CALL_TIMEOUT.as_secs())))??;
+        let (status, headers, text) =
+            tokio::time::timeout(CALL_TIMEOUT, exchange).await.map_err(|_| GitHubError::NoAnswer(Duration::ZERO))??;
+        if let Some(budget) = Budget::of(&headers) {
+            let mut standings = self.standings.lock().unwrap_or_else(PoisonError::into_inner);
+            standings.entry(account.clone()).or_default().budget = Some(budget);
+        }
         if status.is_success() {
             self.note(account, None);
             return Ok((headers, text));
@@ -250,24 +321,29 @@ impl Sessions {
     }
 
     /// The strikes so far, or when the pause is over.
-    fn pass(&self, account: &Account) -> Result<u32, GitHubError> {
-        let pauses = self.pauses.lock().unwrap_or_else(PoisonError::into_inner);
-        let pause = pauses.get(account).copied().unwrap_or_default();
-        match pause.until {
-            Some(until) if Timestamp::now() < until => Err(GitHubError::RateLimited { until }),
-            _ => Ok(pause.strikes),
+    fn pass(&self, account: &Account, need: Need) -> Result<u32, GitHubError> {
+        let standings = self.standings.lock().unwrap_or_else(PoisonError::into_inner);
+        let standing = standings.get(account).copied().unwrap_or_default();
+        let now = Timestamp::now();
+        match (standing.until, standing.budget) {
+            (Some(until), _) if now < until => Err(GitHubError::RateLimited { until }),
+            (_, Some(budget)) if !budget.allows(need, now) => Err(GitHubError::RateLimited { until: budget.reset }),
+            _ => Ok(standing.strikes),
         }
     }
 
     fn note(&self, account: &Account, limited: Option<Timestamp>) {
-        let mut pauses = self.pauses.lock().unwrap_or_else(PoisonError::into_inner);
-        match limited {
-            None => drop(pauses.remove(account)),
-            Some(until) => {
-                let pause = pauses.entry(account.clone()).or_default();
-                *pause = Pause { until: Some(until), strikes: pause.strikes + 1 };
-            }
-        }
+        let mut standings = self.standings.lock().unwrap_or_else(PoisonError::into_inner);
+        let standing = standings.entry(account.clone()).or_default();
+        standing.strikes = if limited.is_some() { standing.strikes + 1 } else { 0 };
+        standing.until = limited;
+    }
+}
+
+fn uninstalled(error: GitHubError, scope: &Scope) -> GitHubError {
+    match error {
+        GitHubError::NotFound(_) => GitHubError::NotFound(format!("the App is not installed for {scope}")),
+        error => error,
     }
 }
 

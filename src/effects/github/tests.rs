@@ -21,7 +21,10 @@ struct Stage {
 }
 
 async fn stage() -> Stage {
-    let simulator = Simulator::start(Options::default()).await.unwrap();
+    stage_at(Simulator::start(Options::default()).await.unwrap())
+}
+
+fn stage_at(simulator: Simulator) -> Stage {
     simulator.organization("acme");
     simulator.repository("acme", "hello", false).unwrap();
     let app = simulator.app("paddock");
@@ -121,6 +124,52 @@ async fn a_refused_token_is_replaced_once() {
     stage.fail("GET", "/orgs/acme/actions/runners", Effect::Status { status: 401, retry_after: None, reset_in: None });
     assert_eq!(stage.remove("a").await, Ok(Removal::Gone));
     assert_eq!(stage.simulator.count("POST", TOKENS), 2);
+}
+
+#[tokio::test]
+async fn the_runners_of_a_group_are_listed_page_by_page_with_a_token_that_expires_on_the_way() {
+    let stage = stage().await;
+    let list = |group: &'static str| stage.github.runners(&stage.app, &stage.scope, group);
+    assert_eq!(list("Boards").await, Ok(vec![]), "nobody made the group yet");
+    stage.jit("a").await.unwrap();
+    let like = stage.simulator.runner("a").unwrap();
+    for number in 0..150 {
+        stage.simulator.add_runner(&like, &format!("r{number}"));
+    }
+    let expired = Effect::Status { status: 401, retry_after: None, reset_in: None };
+    let path = "/orgs/acme/actions/runner-groups/*/runners";
+    stage.simulator.fault(Fault { skip: 1, ..Fault::new("GET", path, expired).times(1) });
+    assert_eq!(list("Boards").await.unwrap().len(), 151);
+    assert_eq!(list("Default").await, Ok(vec![]), "other groups are not ours");
+}
+
+#[tokio::test]
+async fn little_of_the_limit_left_is_kept_for_what_cannot_wait() {
+    let simulator = Simulator::start(Options { hourly_limit: 50, ..Options::default() }).await.unwrap();
+    let stage = stage_at(simulator);
+    let mut made = 0;
+    let until = loop {
+        match stage.github.job(&stage.app, "acme/hello", 1).await {
+            Err(GitHubError::NotFound(_)) => made += 1,
+            Err(GitHubError::RateLimited { until }) => break until,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert!((40..50).contains(&made), "{made} looks");
+    assert!(until > Timestamp::now());
+    stage.jit("a").await.expect("a runner is worth one of the last calls");
+}
+
+#[tokio::test]
+async fn an_owner_that_gets_no_answer_is_left_alone_for_a_while_and_others_are_served() {
+    let stage = stage().await;
+    let line = turns::Turns::new().line("app", &stage.scope);
+    let silent = async || line.run(async { Err::<(), _>(GitHubError::NoAnswer(Duration::ZERO)) }).await;
+    let Err(GitHubError::NoAnswer(pause)) = silent().await else { panic!("no answer") };
+    assert_eq!(pause, Duration::from_secs(5));
+    let skipped = line.run(async { Ok(()) }).await;
+    assert!(matches!(skipped, Err(GitHubError::NoAnswer(_))), "it is not asked meanwhile");
+    stage.jit("b").await.unwrap();
 }
 
 #[tokio::test]
