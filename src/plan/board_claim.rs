@@ -1,59 +1,61 @@
 //! The status of a claim that boards serve.
 
+use std::collections::BTreeSet;
+
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::{
-    board_worker::state,
+    board_worker::{is_up, since, state},
     capacity::is_active,
-    demand::{JobSeen, JobState, Wait},
+    demand::Wait,
+    jobs::JobState,
+    supply::name,
 };
 use crate::api::{
-    ClaimPhase, ClaimReason, ClaimWorker, READY, RunnerClaim, RunnerClaimStatus, Worker, WorkerSource, WorkerState,
-    ready_condition, set_condition,
+    ClaimPhase, ClaimReason, ClaimWorker, READY, Runner, RunnerClaim, RunnerClaimStatus, Worker, WorkerSource,
+    WorkerState, ready_condition, set_condition,
 };
 
+/// As many workers that are over are listed, the latest of them; what a person looks for is among them.
+const OVER_LISTED: usize = 16;
+
 /// What is known about a claim beside its own object.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Standing<'a> {
     pub pool: Option<&'a str>,
     /// Its own workers.
     pub workers: &'a [&'a Worker],
+    /// The names of those whose runner took another claim's job.
+    pub taken: BTreeSet<&'a str>,
     /// What the last decision said; nothing for a claim that has all it needs.
     pub wait: Option<&'a Wait>,
-    pub job: Option<JobSeen>,
-}
-
-/// Whether a worker's runner is up: its pod runs and GitHub says that the runner is online, which the worker's own
-/// `Ready` condition repeats. One that has served and ended was up too.
-fn was_up(worker: &Worker) -> bool {
-    let conditions = worker.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
-    match state(worker) {
-        WorkerState::Completed => true,
-        WorkerState::Running => conditions.iter().any(|c| c.type_ == READY && c.status == "True"),
-        WorkerState::Pending
-        | WorkerState::Failed
-        | WorkerState::Created
-        | WorkerState::Idle
-        | WorkerState::Claimed
-        | WorkerState::Terminated => false,
-    }
+    /// How far its job is; nothing for a claim without one.
+    pub job: Option<JobState>,
+    /// The runner that has the job.
+    pub runner: Option<Runner>,
 }
 
 pub fn status(claim: &RunnerClaim, standing: Standing<'_>, now: Timestamp) -> RunnerClaimStatus {
     let mut status = claim.status.clone().unwrap_or_default();
-    let Standing { pool, workers, wait, job } = standing;
+    let Standing { pool, workers, taken, wait, job, runner } = standing;
     let count = claim.spec.count;
-    let number = |wanted: fn(&Worker) -> bool| {
-        u32::try_from(workers.iter().filter(|worker| wanted(worker)).count()).unwrap_or(u32::MAX)
+    let serving: Vec<_> = workers.iter().filter(|worker| !taken.contains(name(worker))).copied().collect();
+    let number = |wanted: &dyn Fn(&Worker) -> bool| {
+        u32::try_from(serving.iter().filter(|worker| wanted(worker)).count()).unwrap_or(u32::MAX)
     };
-    let active = number(is_active);
-    let completed = number(|worker| state(worker) == WorkerState::Completed);
-    let ready = number(was_up).min(count);
+    let active = number(&is_active);
+    // A worker that is over has served. Which job it ran is another matter, so that it says nothing of this claim's.
+    let served = if job.is_none() { number(&|worker| state(worker) == WorkerState::Completed) } else { 0 };
+    let ready = match job {
+        Some(JobState::Running) => count,
+        _ => (served + number(&|worker| state(worker) == WorkerState::Running && is_up(worker))).min(count),
+    };
 
-    status.pool = status.pool.or_else(|| pool.map(str::to_owned));
-    status.workers = workers.iter().map(as_seen).collect();
-    status.workers.sort_by(|a, b| a.name.cmp(&b.name));
+    let held = workers.iter().find(|worker| is_active(worker)).map(|worker| worker.spec.pool.as_str());
+    status.pool = held.or(pool).map(str::to_owned).or(status.pool);
+    status.workers = listed(workers);
+    status.runner = runner.or(status.runner);
     status.retry_at = wait.and_then(|wait| wait.retry_at).map(Time);
     status.observed_generation = claim.metadata.generation;
     let over = status.phase.filter(|phase| phase.is_over());
@@ -67,28 +69,42 @@ pub fn status(claim: &RunnerClaim, standing: Standing<'_>, now: Timestamp) -> Ru
         return RunnerClaimStatus { phase: Some(phase), ..status };
     } else if claim.metadata.deletion_timestamp.is_some() {
         (ClaimPhase::Releasing, ClaimReason::Releasing, releasing(workers))
-    } else if job.is_some_and(|job| job.state == JobState::Gone) {
+    } else if job == Some(JobState::Gone) {
         (ClaimPhase::Failed, ClaimReason::JobNotFound, "GitHub does not know the job".into())
-    } else if job.is_some_and(|job| job.state == JobState::Completed) {
+    } else if job == Some(JobState::Stuck) {
+        let message = "its workflow run is over although the job is still queued";
+        (ClaimPhase::Failed, ClaimReason::JobStuckQueued, message.into())
+    } else if job == Some(JobState::Completed) {
         (ClaimPhase::Completed, ClaimReason::Completed, "the job is done".into())
-    } else if claim.spec.job.is_none() && completed >= count {
+    } else if job.is_none() && served >= count {
         (ClaimPhase::Completed, ClaimReason::Completed, "every runner has served its job".into())
+    } else if let (Some(JobState::Running), Some(runner)) = (job, &status.runner) {
+        (ClaimPhase::Ready, ClaimReason::Ready, format!("runner {} has the job", runner.name))
     } else if ready >= count {
         (ClaimPhase::Ready, ClaimReason::Ready, "every runner is registered".into())
     } else if active == 0 {
         let reason = wait.map_or(ClaimReason::Creating, |wait| wait.reason);
         (ClaimPhase::Pending, reason, told("a worker is about to be made"))
-    } else if active + completed < count || workers.iter().any(|worker| is_active(worker) && !has_pod(worker)) {
+    } else if active + served < count || serving.iter().any(|worker| is_active(worker) && !has_pod(worker)) {
         let reason = wait.map_or(ClaimReason::Creating, |wait| wait.reason);
-        (ClaimPhase::Creating, reason, complaint(workers).unwrap_or_else(|| told("the pod is being made")))
+        (ClaimPhase::Creating, reason, complaint(&serving).unwrap_or_else(|| told("the pod is being made")))
     } else {
-        let message = complaint(workers).unwrap_or_else(|| format!("{ready} of {count} runners are registered"));
+        let message = complaint(&serving).unwrap_or_else(|| format!("{ready} of {count} runners are registered"));
         (ClaimPhase::Validating, ClaimReason::Validating, message)
     };
     status.enter(phase, now);
     let condition = ready_condition(phase == ClaimPhase::Ready, reason, message, claim.metadata.generation, now);
     set_condition(&mut status.conditions, condition);
     status
+}
+
+fn listed(workers: &[&Worker]) -> Vec<ClaimWorker> {
+    let (active, mut over): (Vec<&Worker>, Vec<&Worker>) = workers.iter().partition(|worker| is_active(worker));
+    over.sort_by_key(|worker| std::cmp::Reverse((since(worker), worker.metadata.name.clone())));
+    over.truncate(OVER_LISTED);
+    let mut listed: Vec<_> = active.iter().chain(&over).map(as_seen).collect();
+    listed.sort_by(|a, b| a.name.cmp(&b.name));
+    listed
 }
 
 fn as_seen(worker: &&Worker) -> ClaimWorker {
@@ -175,26 +191,53 @@ mod tests {
                 (Completed, "Completed", "2/2"),
             ),
         ] {
-            let standing = Standing { pool: Some("p"), workers: &workers, wait: waits.then_some(&wait), job: None };
+            let standing =
+                Standing { pool: Some("p"), workers: &workers, wait: waits.then_some(&wait), ..Standing::default() };
             let (phase, reason, progress) = told(&two, standing);
             assert_eq!((phase, reason.as_str(), progress.as_str()), expected, "{name}");
         }
     }
 
     #[test]
-    fn a_job_is_done_when_github_says_so_whoever_ran_it() {
+    fn the_phase_follows_the_job_whoever_runs_it() {
         let with_job = with(&claim("c", 0), json!({"spec": {"job": {"id": 5}}}));
         let done = worker("a", json!({"state": "completed"}));
-        let asked = |state| Some(JobSeen { state, at: NOW });
-        for (job, phase) in [
-            (None, ClaimPhase::Ready),
-            (asked(JobState::Queued), ClaimPhase::Ready),
-            (asked(JobState::Completed), ClaimPhase::Completed),
-            (asked(JobState::Gone), ClaimPhase::Failed),
+        let mine = up("b");
+        for (name, workers, job, phase) in [
+            ("its worker ran another job", &[&done][..], JobState::Queued, ClaimPhase::Pending),
+            ("its runner is up", &[&done, &mine][..], JobState::Queued, ClaimPhase::Ready),
+            ("another's worker has it", &[][..], JobState::Running, ClaimPhase::Ready),
+            ("it is done", &[&done][..], JobState::Completed, ClaimPhase::Completed),
+            ("it was cancelled before there was a worker", &[][..], JobState::Completed, ClaimPhase::Completed),
+            ("GitHub does not know it", &[&mine][..], JobState::Gone, ClaimPhase::Failed),
+            ("it is stuck", &[&mine][..], JobState::Stuck, ClaimPhase::Failed),
         ] {
-            let standing = Standing { workers: &[&done], job, ..Standing::default() };
-            assert_eq!(told(&with_job, standing).0, phase, "{job:?}");
+            let standing = Standing { workers, job: Some(job), ..Standing::default() };
+            assert_eq!(told(&with_job, standing).0, phase, "{name}");
         }
+        let taken =
+            Standing { workers: &[&mine], taken: ["b"].into(), job: Some(JobState::Queued), ..Standing::default() };
+        assert_eq!(told(&with_job, taken).0, ClaimPhase::Pending, "its runner took another job");
+        let runner = Runner { id: Some(7), name: "w".into() };
+        let standing = Standing { job: Some(JobState::Running), runner: Some(runner.clone()), ..Standing::default() };
+        let status = status(&with_job, standing, NOW);
+        assert_eq!(status.runner, Some(runner));
+        assert_eq!(status.conditions[0].message, "runner w has the job");
+    }
+
+    #[test]
+    fn the_list_of_workers_has_an_end() {
+        let failed: Vec<_> = (0..600)
+            .map(|second| {
+                let since = Timestamp::from_second(second).unwrap();
+                worker(&format!("w{second:03}"), json!({"state": "failed", "stateSince": since}))
+            })
+            .collect();
+        let mine = up("active");
+        let all: Vec<_> = failed.iter().chain([&mine]).collect();
+        let listed = status(&claim("c", 0), Standing { workers: &all, ..Standing::default() }, NOW).workers;
+        assert_eq!(listed.len(), OVER_LISTED + 1);
+        assert_eq!((listed[0].name.as_str(), listed[1].name.as_str()), ("active", "w584"));
     }
 
     #[test]

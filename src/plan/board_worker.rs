@@ -2,30 +2,39 @@
 
 use std::collections::BTreeMap;
 
-use jiff::Timestamp;
+use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::{
     api::core::v1::{ContainerStatus, Pod},
     apimachinery::pkg::apis::meta::v1::ObjectMeta,
 };
 
+use super::capacity::has_ended;
 use crate::api::{
     BoardWorker, ContainerEnd, Duration, FAILURE_MESSAGE_MAX, FINALIZER, Failure, FailureReason, LABEL_CLAIM,
-    LABEL_ENTITY, LABEL_POOL, RunnerClaim, Worker, WorkerSpec, WorkerState, clip,
+    LABEL_ENTITY, LABEL_POOL, READY, RunnerClaim, Worker, WorkerSpec, WorkerState, clip,
 };
 
 /// The label that tells a claim's workers from those of an earlier claim of the same name.
 pub const LABEL_CLAIM_UID: &str = "paddock.dev/claim-uid";
+/// The label that numbers a claim's workers, from 1.
+pub const LABEL_ATTEMPT: &str = "paddock.dev/attempt";
+/// As many failed workers of an open claim are kept: enough for the longest wait before the next one.
+pub const FAILURES_KEPT: usize = 8;
+/// How long a kubelet may take to end a pod whose deadline has come.
+const ENDING: SignedDuration = SignedDuration::from_mins(1);
 
 /// A worker as it is first written. Its finalizer says that a runner may be registered for it; it goes as soon as there
 /// is none, so that a finished worker is a mere record.
 ///
 /// It has no owner: a claim that is deleted must leave a busy worker alone, and a finished one is kept for its logs.
-pub fn worker(name: String, claim: &RunnerClaim, pool: &str, board: BoardWorker) -> Worker {
+pub fn worker(name: String, attempt: u32, claim: &RunnerClaim, pool: &str, board: BoardWorker) -> Worker {
+    let attempt = attempt.to_string();
     let labels = [
         (LABEL_POOL, pool),
         (LABEL_CLAIM, &board.claim),
         (LABEL_ENTITY, &board.entity),
         (LABEL_CLAIM_UID, claim.metadata.uid.as_deref().unwrap_or_default()),
+        (LABEL_ATTEMPT, &attempt),
     ];
     let metadata = ObjectMeta {
         name: Some(name),
@@ -40,11 +49,21 @@ pub fn worker(name: String, claim: &RunnerClaim, pool: &str, board: BoardWorker)
 
 /// Whether the worker was made for exactly this claim.
 pub fn serves(worker: &Worker, claim: &RunnerClaim) -> bool {
-    let uid = label(&worker.metadata.labels, LABEL_CLAIM_UID);
+    let uid = claim_uid(worker);
     worker.metadata.namespace == claim.metadata.namespace
         && worker.spec.board.as_ref().is_some_and(|board| Some(&board.claim) == claim.metadata.name.as_ref())
         && uid.is_some()
         && uid == claim.metadata.uid.as_deref()
+}
+
+/// The claim that the worker was made for.
+pub fn claim_uid(worker: &Worker) -> Option<&str> {
+    label(&worker.metadata.labels, LABEL_CLAIM_UID)
+}
+
+/// Which of its claim's workers it is.
+pub fn attempt(worker: &Worker) -> u32 {
+    label(&worker.metadata.labels, LABEL_ATTEMPT).and_then(|text| text.parse().ok()).unwrap_or(0)
 }
 
 fn label<'a>(labels: &'a Option<BTreeMap<String, String>>, key: &str) -> Option<&'a str> {
@@ -58,6 +77,18 @@ pub fn state(worker: &Worker) -> WorkerState {
 
 pub fn since(worker: &Worker) -> Option<Timestamp> {
     Some(worker.status.as_ref()?.state_since.as_ref()?.0)
+}
+
+/// Whether its runner was seen online, which its own `Ready` condition remembers.
+pub fn is_up(worker: &Worker) -> bool {
+    ready_since(worker).is_some()
+}
+
+/// Since when its runner is online.
+pub fn ready_since(worker: &Worker) -> Option<Timestamp> {
+    let conditions = &worker.status.as_ref()?.conditions;
+    let ready = conditions.iter().find(|condition| condition.type_ == READY && condition.status == "True")?;
+    Some(ready.last_transition_time.0)
 }
 
 pub fn is_failed(worker: &Worker) -> bool {
@@ -87,6 +118,21 @@ pub enum ClaimView {
     Gone,
 }
 
+/// What is known about a worker beside its own object.
+#[derive(Clone, Debug)]
+pub struct View<'a> {
+    pub pod: Option<&'a Pod>,
+    pub claim: ClaimView,
+    /// No open claim needs it.
+    pub surplus: bool,
+    /// The kubelet of its pod's node is silent.
+    pub unreachable: bool,
+    /// What the health rules found.
+    pub sick: Option<Failure>,
+    /// Its claim has newer failures than need to be remembered.
+    pub outdated: bool,
+}
+
 /// The next thing to do for a worker.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
@@ -96,6 +142,14 @@ pub enum Step {
     Mirror(Observed),
     /// Write down that it failed.
     Fail(Failure),
+    /// It is sick: remove its runner unless that is busy, then write down that it failed.
+    GiveUp(Failure),
+    /// Nobody needs it: remove its runner unless that is busy, then delete it.
+    Retire,
+    /// It is over and its pod is not: have the kubelet end it, so that its log stays.
+    EndPod,
+    /// Nobody will ever end its pod.
+    ForcePod,
     /// It is over: remove its runner, then the finalizer.
     Deregister,
     /// It is to go: remove its runner unless that is busy, then the pod, then the finalizer.
@@ -117,26 +171,62 @@ pub struct Keep {
     pub record: Duration,
 }
 
-pub fn next(worker: &Worker, pod: Option<&Pod>, claim: ClaimView, keep: Keep, now: Timestamp) -> Step {
+pub fn next(worker: &Worker, view: View<'_>, keep: Keep, now: Timestamp) -> Step {
     if worker.metadata.deletion_timestamp.is_some() {
         return if holds_runner(worker) { Step::Remove } else { Step::Rest(None) };
     }
-    let seen = worker.status.as_ref().and_then(|status| status.pod.as_ref()).is_some();
-    let due = |time: Duration, step: Step| match since(worker).map_or(now, |end| time.after(end)) {
-        end if end <= now => step,
-        end => Step::Rest(Some(end)),
-    };
-    match (state(worker).is_over(), pod) {
-        (true, _) if holds_runner(worker) => Step::Deregister,
-        (true, Some(_)) => due(keep.pod, Step::DeletePod),
-        // An open claim still counts what its workers have done.
-        (true, None) if claim == ClaimView::Open => Step::Rest(None),
-        (true, None) => due(keep.record, Step::Forget),
-        (false, _) if claim == ClaimView::Gone => Step::Delete,
-        (false, None) if seen => Step::Fail(failure(FailureReason::PodMissing, "the pod was deleted by someone else")),
-        (false, None) => Step::Create,
-        (false, Some(pod)) => Step::Mirror(observe(state(worker), pod)),
+    if state(worker).is_over() {
+        return after(worker, &view, keep, now);
     }
+    let seen = worker.status.as_ref().and_then(|status| status.pod.as_ref()).is_some();
+    match (view.pod, view.sick) {
+        _ if view.claim == ClaimView::Gone => Step::Delete,
+        (Some(pod), _) if view.unreachable && !has_ended(pod) => Step::Fail(lost_node(pod)),
+        _ if view.surplus => Step::Retire,
+        (None, _) if seen => Step::Fail(failure(FailureReason::PodMissing, "the pod was deleted by someone else")),
+        (None, _) => Step::Create,
+        (Some(pod), Some(sick)) if observe(state(worker), pod).state == state(worker) => {
+            Step::GiveUp(Failure { containers: containers(pod), ..sick })
+        }
+        (Some(pod), _) => Step::Mirror(observe(state(worker), pod)),
+    }
+}
+
+/// What is left to do for a worker that is over.
+fn after(worker: &Worker, view: &View<'_>, keep: Keep, now: Timestamp) -> Step {
+    let end = since(worker).unwrap_or(now);
+    let due = |at: Timestamp, step: Step| if at <= now { step } else { Step::Rest(Some(at)) };
+    match view.pod {
+        Some(pod) if !has_ended(pod) => {
+            let spec = pod.spec.as_ref();
+            let deadline = spec.and_then(|spec| spec.active_deadline_seconds);
+            let placed = spec.is_some_and(|spec| spec.node_name.is_some());
+            if view.unreachable {
+                Step::ForcePod
+            } else if pod.metadata.deletion_timestamp.is_some() {
+                Step::Rest(None)
+            } else if !placed {
+                // No kubelet has it, so that it has no log.
+                Step::DeletePod
+            } else if deadline != Some(1) {
+                Step::EndPod
+            } else {
+                due(end.saturating_add(ENDING).unwrap_or(now), Step::DeletePod)
+            }
+        }
+        _ if holds_runner(worker) => Step::Deregister,
+        _ if view.outdated => Step::Forget,
+        Some(_) => due(keep.pod.after(end), Step::DeletePod),
+        // An open claim still counts what its workers have done.
+        None if view.claim == ClaimView::Open => Step::Rest(None),
+        None => due(keep.record.after(end), Step::Forget),
+    }
+}
+
+fn lost_node(pod: &Pod) -> Failure {
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or_default();
+    let message = format!("node {node} does not answer");
+    Failure { containers: containers(pod), ..failure(FailureReason::NodeUnreachable, &message) }
 }
 
 pub fn failure(reason: FailureReason, message: &str) -> Failure {
@@ -176,12 +266,7 @@ fn waiting(pod: &Pod) -> Option<String> {
 
 fn pod_failure(pod: &Pod) -> Failure {
     let status = pod.status.as_ref();
-    let containers: Vec<_> = status
-        .and_then(|status| status.container_statuses.as_deref())
-        .unwrap_or_default()
-        .iter()
-        .map(container_end)
-        .collect();
+    let containers = containers(pod);
     let told = status.and_then(|status| match (&status.reason, &status.message) {
         (Some(reason), Some(message)) => Some(format!("{reason}: {message}")),
         (reason, message) => reason.clone().or_else(|| message.clone()),
@@ -193,6 +278,11 @@ fn pod_failure(pod: &Pod) -> Failure {
         Some(format!("container {} ended with exit code {}{reason}", container.name, container.exit_code?))
     });
     Failure { containers, ..failure(FailureReason::PodFailed, &message.unwrap_or_else(|| "the pod failed".into())) }
+}
+
+fn containers(pod: &Pod) -> Vec<ContainerEnd> {
+    let containers = pod.status.as_ref().and_then(|status| status.container_statuses.as_deref());
+    containers.unwrap_or_default().iter().take(16).map(container_end).collect()
 }
 
 fn container_end(container: &ContainerStatus) -> ContainerEnd {
@@ -210,107 +300,5 @@ fn container_end(container: &ContainerStatus) -> ContainerEnd {
 }
 
 #[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-    use crate::plan::samples::{board_worker, claim, pod, with};
-
-    const KEEP: Keep = Keep { pod: Duration::from_secs(60), record: Duration::from_secs(3600) };
-
-    fn at(second: i64) -> Timestamp {
-        Timestamp::from_second(second).unwrap()
-    }
-
-    fn in_state(state: &str) -> Worker {
-        with(&board_worker("w", "p", "c"), json!({"status": {"state": state, "stateSince": "1970-01-01T00:00:00Z"}}))
-    }
-
-    #[test]
-    fn each_state_has_its_next_step() {
-        let fresh = board_worker("w", "p", "c");
-        let seen = with(&fresh, json!({"status": {"pod": {"name": "w"}}}));
-        let record = with(&in_state("completed"), json!({"metadata": {"finalizers": null}}));
-        let deleted = json!({"metadata": {"deletionTimestamp": "2025-01-01T00:00:00Z"}});
-        let running = pod("w", "p", Some("n"), "Running");
-        let mirror = Step::Mirror(observe(WorkerState::Pending, &running));
-        let missing = Step::Fail(failure(FailureReason::PodMissing, "the pod was deleted by someone else"));
-        let none = None::<&Pod>;
-        use ClaimView::{Gone, Open, Over};
-        for (name, worker, pod, claim, now, expected) in [
-            ("nothing made yet", &fresh, none, Open, 0, Step::Create),
-            ("its pod is there", &fresh, Some(&running), Open, 0, mirror),
-            ("its pod was there and is gone", &seen, none, Open, 0, missing),
-            ("its claim is over, a spare serves others", &fresh, none, Over, 0, Step::Create),
-            ("its claim is gone", &fresh, Some(&running), Gone, 0, Step::Delete),
-            ("it failed", &in_state("failed"), none, Open, 0, Step::Deregister),
-            ("it completed and its claim is gone", &in_state("completed"), none, Gone, 0, Step::Deregister),
-            ("a record with a pod", &record, Some(&running), Gone, 59, Step::Rest(Some(at(60)))),
-            ("a record with an old pod", &record, Some(&running), Open, 60, Step::DeletePod),
-            ("a record that counts", &record, none, Open, 9999, Step::Rest(None)),
-            ("a record", &record, none, Over, 3599, Step::Rest(Some(at(3600)))),
-            ("an old record", &record, none, Gone, 3600, Step::Forget),
-            ("it is being deleted", &with(&fresh, deleted.clone()), Some(&running), Open, 0, Step::Remove),
-            ("a record is being deleted", &with(&record, deleted), Some(&running), Open, 0, Step::Rest(None)),
-        ] {
-            assert_eq!(next(worker, pod, claim, KEEP, at(now)), expected, "{name}");
-        }
-    }
-
-    #[test]
-    fn a_pod_that_cannot_start_says_why() {
-        let unscheduled =
-            json!([{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}]);
-        let pending = with(&pod("w", "p", None, "Pending"), json!({"status": {"conditions": unscheduled}}));
-        assert_eq!(observe(WorkerState::Pending, &pending).waiting.as_deref(), Some("Unschedulable: 0/1 nodes"));
-        let pulling = json!([{
-            "name": "runner", "image": "", "imageID": "", "ready": false, "restartCount": 0,
-            "state": {"waiting": {"reason": "ErrImageNeverPull", "message": "no image"}},
-        }]);
-        let pulling = with(&pending, json!({"status": {"containerStatuses": pulling}}));
-        assert_eq!(observe(WorkerState::Pending, &pulling).waiting.as_deref(), Some("ErrImageNeverPull: no image"));
-        assert_eq!(observe(WorkerState::Pending, &pod("w", "p", None, "Running")).waiting, None);
-    }
-
-    #[test]
-    fn states_move_only_along_their_arrows() {
-        use WorkerState::{Completed, Failed, Pending, Running};
-        for (before, phase, after) in [
-            (Pending, "Pending", Pending),
-            (Pending, "Running", Running),
-            (Pending, "Succeeded", Running),
-            (Pending, "Failed", Failed),
-            (Running, "Pending", Running),
-            (Running, "Running", Running),
-            (Running, "Succeeded", Completed),
-            (Running, "Failed", Failed),
-            (Running, "Unknown", Running),
-        ] {
-            assert_eq!(observe(before, &pod("w", "p", None, phase)).state, after, "{before:?} and {phase}");
-        }
-    }
-
-    #[test]
-    fn a_failure_says_how_the_pod_ended() {
-        let terminated = json!({"exitCode": 137, "reason": "OOMKilled"});
-        let status = json!({"containerStatuses": [
-            {"name": "runner", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": {"terminated": terminated}},
-        ]});
-        let failed = with(&pod("w", "p", None, "Failed"), json!({"status": status}));
-        let failure = observe(WorkerState::Running, &failed).failure.unwrap();
-        assert_eq!(failure.message, "container runner ended with exit code 137 (OOMKilled)");
-        assert_eq!(failure.containers[0].exit_code, Some(137));
-        let late = with(&failed, json!({"status": {"reason": "DeadlineExceeded", "message": "too long"}}));
-        assert_eq!(observe(WorkerState::Running, &late).failure.unwrap().message, "DeadlineExceeded: too long");
-    }
-
-    #[test]
-    fn a_new_claim_of_an_old_name_does_not_inherit_its_workers() {
-        let old = claim("c", 0);
-        let board = board_worker("w", "p", "c").spec.board.unwrap();
-        let worker = worker("w".into(), &old, "p", board);
-        assert!(serves(&worker, &old) && holds_runner(&worker));
-        assert!(!serves(&worker, &with(&old, json!({"metadata": {"uid": "another"}}))));
-        assert!(!serves(&worker, &claim("d", 0)));
-    }
-}
+#[path = "board_worker_tests.rs"]
+mod tests;

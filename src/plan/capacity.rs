@@ -19,17 +19,17 @@ pub type PoolKey = (String, String);
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Capacity {
     pools: BTreeMap<PoolKey, PoolSlots>,
-    /// Slots of a resource that no pod bound to the node holds.
-    nodes: BTreeMap<(String, String), i64>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct PoolSlots {
-    resource: String,
-    nodes: BTreeSet<String>,
     total: i64,
+    /// Slots that no pod bound to a node holds.
+    unbound: i64,
     /// Slots that are promised and not bound to a node: pods the scheduler has not placed, workers without a pod.
     promised: i64,
+    /// Pools that share a node with it, itself among them: a promise of any of them may end up on that node.
+    rivals: Vec<PoolKey>,
 }
 
 impl Capacity {
@@ -41,23 +41,23 @@ impl Capacity {
         pods: &[Arc<Pod>],
         workers: &[Arc<Worker>],
     ) -> Self {
-        let mut capacity = Self::default();
-        let usable: Vec<&Node> = nodes.iter().map(Arc::as_ref).filter(|node| is_usable(node)).collect();
-        for (key, pool) in pools {
-            let mut slots = PoolSlots { resource: pool.resource_name.clone(), ..PoolSlots::default() };
-            for node in usable.iter().filter(|node| carries(node, pool)) {
-                let name = node.metadata.name.clone().unwrap_or_default();
-                let all = allocatable(node, &pool.resource_name);
-                capacity.nodes.insert((name.clone(), pool.resource_name.clone()), all);
-                slots.total += all;
-                slots.nodes.insert(name);
-            }
-            capacity.pools.insert(key, slots);
-        }
+        let pools: Vec<_> = pools.into_iter().collect();
+        let mut capacity = Self { pools: pools.iter().map(|(key, _)| (key.clone(), PoolSlots::default())).collect() };
+        let mut bound: BTreeMap<&str, Vec<&Pod>> = BTreeMap::new();
         let mut with_pod = BTreeSet::new();
         for pod in pods {
             with_pod.insert((pod.metadata.namespace.as_deref(), pod.metadata.name.as_deref()));
-            capacity.hold(pod);
+            if has_ended(pod) {
+                continue;
+            }
+            match pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()) {
+                Some(node) => bound.entry(node).or_default().push(pod),
+                None => {
+                    let namespace = pod.metadata.namespace.clone().unwrap_or_default();
+                    let pool = pod.metadata.labels.as_ref().and_then(|labels| labels.get(LABEL_POOL)).cloned();
+                    capacity.take(&(namespace, pool.unwrap_or_default()));
+                }
+            }
         }
         for worker in workers {
             let known = (worker.metadata.namespace.as_deref(), worker.metadata.name.as_deref());
@@ -66,29 +66,25 @@ impl Capacity {
                 capacity.take(&(namespace, worker.spec.pool.clone()));
             }
         }
+        let mut rivals: BTreeSet<(&PoolKey, &PoolKey)> = pools.iter().map(|(key, _)| (key, key)).collect();
+        for node in nodes.iter().filter(|node| is_usable(node)) {
+            let here: Vec<_> = pools.iter().filter(|(_, pool)| carries(node, pool)).collect();
+            let pods = node.metadata.name.as_deref().and_then(|name| bound.get(name)).map_or(&[][..], Vec::as_slice);
+            for (key, pool) in &here {
+                let resource = &pool.resource_name;
+                let all = allocatable(node, resource);
+                let held: i64 = pods.iter().map(|pod| asked(pod, resource)).sum();
+                let slots = capacity.pools.entry(key.clone()).or_default();
+                slots.total += all;
+                slots.unbound += (all - held).max(0);
+                let same = here.iter().filter(|(_, other)| other.resource_name == *resource);
+                rivals.extend(same.map(|(other, _)| (key, other)));
+            }
+        }
+        for (key, rival) in rivals {
+            capacity.pools.entry(key.clone()).or_default().rivals.push(rival.clone());
+        }
         capacity
-    }
-
-    /// A pod holds its slot from its creation until it has ended, also while it is being deleted.
-    fn hold(&mut self, pod: &Pod) {
-        let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
-        if matches!(phase, Some("Succeeded" | "Failed")) {
-            return;
-        }
-        match pod.spec.as_ref().and_then(|spec| spec.node_name.clone()) {
-            Some(node) => {
-                for ((name, resource), free) in &mut self.nodes {
-                    if *name == node {
-                        *free -= asked(pod, resource);
-                    }
-                }
-            }
-            None => {
-                let namespace = pod.metadata.namespace.clone().unwrap_or_default();
-                let pool = pod.metadata.labels.as_ref().and_then(|labels| labels.get(LABEL_POOL)).cloned();
-                self.take(&(namespace, pool.unwrap_or_default()));
-            }
-        }
     }
 
     /// Promises one slot of the pool.
@@ -102,16 +98,18 @@ impl Capacity {
         self.pools.get(pool).map_or(0, |slots| clamp(slots.total))
     }
 
-    /// What the pool can count on: a promise of any pool that shares a node may end up on that node.
+    /// What the pool can count on.
     pub fn free(&self, pool: &PoolKey) -> u32 {
         let Some(slots) = self.pools.get(pool) else { return 0 };
-        let unbound = slots.nodes.iter().filter_map(|node| self.nodes.get(&(node.clone(), slots.resource.clone())));
-        let unbound: i64 = unbound.map(|free| (*free).max(0)).sum();
-        let rivals = self.pools.iter().filter(|(key, other)| {
-            *key == pool || (other.resource == slots.resource && !other.nodes.is_disjoint(&slots.nodes))
-        });
-        clamp(unbound - rivals.map(|(_, other)| other.promised).sum::<i64>())
+        let promised = slots.rivals.iter().filter_map(|rival| self.pools.get(rival)).map(|rival| rival.promised);
+        clamp(slots.unbound - promised.sum::<i64>())
     }
+}
+
+/// A pod holds its slot from its creation until it has ended, also while it is being deleted.
+pub fn has_ended(pod: &Pod) -> bool {
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    matches!(phase, Some("Succeeded" | "Failed"))
 }
 
 fn clamp(count: i64) -> u32 {

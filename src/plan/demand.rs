@@ -1,4 +1,4 @@
-//! Demand: which claims get a board's slot now, and what the others wait for.
+//! Demand: which claims get a board's slot now, what the others wait for, and which workers nobody needs.
 //!
 //! Claims and workers are matched by owner and labels, not one to one, because GitHub gives a job to any idle runner with
 //! its labels. Within that, a worker is made for one claim, oldest first.
@@ -12,10 +12,13 @@ use jiff::{SignedDuration, Timestamp};
 use sha2::{Digest, Sha256};
 
 use super::{
-    board_worker::{self, is_failed, since},
+    board_worker::{self, attempt, claim_uid, is_failed, since, state},
     capacity::{Capacity, PoolKey, is_active},
     entity::{EntityLimits, Scope},
+    health::Binding,
+    jobs::{JobSeen, JobState},
     labels::{self, LabelSet},
+    supply::{Index, name, takes_jobs},
 };
 use crate::api::{BoardPool, BoardWorker, ClaimReason, Hardware, RunnerClaim, RunnerPool, Worker, WorkerState};
 
@@ -36,24 +39,29 @@ pub struct Scene<'a> {
     pub not_ready: &'a BTreeMap<PoolKey, String>,
     /// What GitHub said of the claims' jobs, by the claim's uid.
     pub jobs: &'a BTreeMap<String, JobSeen>,
+    /// Owners that GitHub gave no runner for.
+    pub troubles: &'a BTreeMap<String, Trouble>,
+    /// How the names of workers begin.
+    pub prefix: &'a str,
     pub now: Timestamp,
 }
 
-/// What GitHub said of a job, and when.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct JobSeen {
-    pub state: JobState,
-    pub at: Timestamp,
+/// GitHub gives an owner no runner. Others are not made to wait for that owner's workers, so that it gets none until
+/// later, and then one to try.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Trouble {
+    pub why: String,
+    pub since: Timestamp,
+    pub retry_at: Timestamp,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum JobState {
-    /// No runner has taken it.
-    Queued,
-    Running,
-    Completed,
-    /// GitHub does not know it.
-    Gone,
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Plan {
+    pub decisions: Vec<Decision>,
+    /// What the runners of active workers do, as far as jobs tell, by the worker's name.
+    pub bindings: BTreeMap<String, Binding>,
+    /// The names of workers that no open claim needs.
+    pub surplus: BTreeSet<String>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -93,48 +101,68 @@ pub fn is_open(claim: &RunnerClaim) -> bool {
 
 type Group = (String, LabelSet);
 
-/// A claim that can be served: what is asked, of whom, and what it has.
+/// An open claim: what it asks for, and what it has.
 struct Order<'a> {
     claim: &'a Arc<RunnerClaim>,
-    pool: PoolKey,
-    board: &'a BoardPool,
-    group: Group,
-    labels: &'a [String],
+    /// Nothing for a claim whose owner or labels are not known.
+    group: Option<Group>,
     /// Runners that the claim still stands for.
     demand: u32,
     /// Runners that it has no worker of its own for.
     need: u32,
+    /// The number of its last worker.
+    attempt: u32,
     failures: Vec<&'a Worker>,
+    place: Result<Place<'a>, Wait>,
 }
 
-pub fn decide(mut scene: Scene<'_>) -> Vec<Decision> {
-    let mut decisions = Vec::new();
-    let mut orders = Vec::new();
-    for claim in in_line(scene.claims) {
-        match order(claim, &scene) {
-            None => {}
-            Some(Ok(order)) => orders.push(order),
-            Some(Err(wait)) => decisions.push(Decision::Wait { claim: claim.clone(), wait }),
-        }
-    }
+/// Where a claim can be served.
+struct Place<'a> {
+    pool: PoolKey,
+    board: &'a BoardPool,
+    group: Group,
+    labels: &'a [String],
+}
+
+pub fn decide(mut scene: Scene<'_>) -> Plan {
+    let index = Index::of(scene.claims, scene.workers, scene.jobs);
+    let bindings = index.bindings(scene.claims, scene.now);
+    let orders: Vec<_> =
+        in_line(scene.claims).into_iter().filter_map(|claim| order(claim, &scene, &index, &bindings)).collect();
     let mut deficits: BTreeMap<Group, i64> = BTreeMap::new();
     for order in &orders {
-        *deficits.entry(order.group.clone()).or_default() += i64::from(order.demand);
-    }
-    let mut running: BTreeMap<String, u32> = BTreeMap::new();
-    for (worker, spec) in active_boards(scene.workers) {
-        *running.entry(spec.entity.clone()).or_default() += 1;
-        // One that is being deleted takes no further job.
-        if worker.metadata.deletion_timestamp.is_none() {
-            *deficits.entry((spec.entity.clone(), spec.labels.iter().collect())).or_default() -= 1;
+        if let Some(group) = &order.group {
+            *deficits.entry(group.clone()).or_default() += i64::from(order.demand);
         }
     }
-    let mut names: BTreeSet<String> = scene.workers.iter().filter_map(|worker| worker.metadata.name.clone()).collect();
+    let mut running: BTreeMap<String, u32> = BTreeMap::new();
+    let mut spare: BTreeMap<Group, Vec<&Worker>> = BTreeMap::new();
+    for (worker, spec) in active_boards(scene.workers) {
+        *running.entry(spec.entity.clone()).or_default() += 1;
+        if takes_jobs(worker, &bindings) {
+            let group = (spec.entity.clone(), spec.labels.iter().collect());
+            *deficits.entry(group.clone()).or_default() -= 1;
+            spare.entry(group).or_default().push(worker);
+        }
+    }
+    let surplus = surplus(&orders, &deficits, spare);
+
+    let mut decisions = Vec::new();
+    // Owners whose trouble somebody tries again already.
+    let mut trying: BTreeSet<&str> = BTreeSet::new();
     // Groups in which an earlier claim waits: nobody overtakes.
     let mut queues: BTreeMap<Group, u32> = BTreeMap::new();
-    for order in orders {
-        let deficit = deficits.entry(order.group.clone()).or_default();
-        let entity = &order.group.0;
+    for order in &orders {
+        let mut attempt = order.attempt;
+        let place = match &order.place {
+            Ok(place) => place,
+            Err(wait) => {
+                decisions.push(Decision::Wait { claim: order.claim.clone(), wait: wait.clone() });
+                continue;
+            }
+        };
+        let deficit = deficits.entry(place.group.clone()).or_default();
+        let entity = &place.group.0;
         for _ in 0..order.need {
             let count = running.entry(entity.clone()).or_default();
             let wait = if *deficit <= 0 {
@@ -143,10 +171,10 @@ pub fn decide(mut scene: Scene<'_>) -> Vec<Decision> {
             } else if let Some(wait) = backoff(&order.failures, scene.now) {
                 Some(wait)
             } else {
-                let ahead = queues.get(&order.group).copied().unwrap_or(0);
-                let wait = blocked(&order, &scene, *count, ahead);
+                let ahead = queues.get(&place.group).copied().unwrap_or(0);
+                let wait = blocked(order.claim, place, &scene, *count, ahead, trying.contains(entity.as_str()));
                 if wait.is_some() {
-                    *queues.entry(order.group.clone()).or_default() += 1;
+                    *queues.entry(place.group.clone()).or_default() += 1;
                 }
                 wait
             };
@@ -154,13 +182,36 @@ pub fn decide(mut scene: Scene<'_>) -> Vec<Decision> {
                 decisions.push(Decision::Wait { claim: order.claim.clone(), wait });
                 break;
             }
-            let worker = worker(&order, &mut names);
-            scene.capacity.take(&order.pool);
+            attempt += 1;
+            trying.insert(entity);
+            let worker = worker(order.claim, place, attempt, scene.prefix);
+            scene.capacity.take(&place.pool);
             (*count, *deficit) = (*count + 1, *deficit - 1);
             decisions.push(Decision::Provision { claim: order.claim.clone(), worker: Box::new(worker) });
         }
     }
-    decisions
+    Plan { decisions, bindings, surplus }
+}
+
+/// More runners than jobs: those whose own claim needs none any more go, the youngest first.
+fn surplus(
+    orders: &[Order<'_>],
+    deficits: &BTreeMap<Group, i64>,
+    spare: BTreeMap<Group, Vec<&Worker>>,
+) -> BTreeSet<String> {
+    let asking = orders.iter().filter(|order| order.demand > 0);
+    let asking: BTreeSet<_> = asking.filter_map(|order| order.claim.metadata.uid.as_deref()).collect();
+    let mut names = BTreeSet::new();
+    for (group, mut workers) in spare {
+        let most = deficits.get(&group).map_or(0, |deficit| usize::try_from(-deficit).unwrap_or(0));
+        workers.retain(|worker| !claim_uid(worker).is_some_and(|uid| asking.contains(uid)));
+        workers.sort_by_key(|worker| {
+            let made = worker.metadata.creation_timestamp.as_ref().map(|time| time.0);
+            std::cmp::Reverse((state(worker) == WorkerState::Pending, made, name(worker)))
+        });
+        names.extend(workers.into_iter().take(most).map(|worker| name(worker).to_owned()));
+    }
+    names
 }
 
 /// Claims that ask for runners, oldest first; the name decides within a second.
@@ -174,27 +225,59 @@ fn in_line(claims: &[Arc<RunnerClaim>]) -> Vec<&Arc<RunnerClaim>> {
 }
 
 /// `None` for a claim that boards do not serve.
-fn order<'a>(claim: &'a Arc<RunnerClaim>, scene: &Scene<'a>) -> Option<Result<Order<'a>, Wait>> {
+fn order<'a>(
+    claim: &'a Arc<RunnerClaim>,
+    scene: &Scene<'a>,
+    index: &Index<'a>,
+    bindings: &BTreeMap<String, Binding>,
+) -> Option<Order<'a>> {
     let here = scene.pools.iter().filter(|pool| pool.metadata.namespace == claim.metadata.namespace);
-    let pool = match labels::select(claim, here.map(Arc::as_ref)) {
-        Ok(pool) => pool,
-        Err((reason, message)) => return Some(Err(Wait::new(reason, message))),
+    let pool = labels::select(claim, here.map(Arc::as_ref));
+    let place = match &pool {
+        Err((reason, message)) => Err(Wait::new(*reason, message.clone())),
+        Ok(pool) => match pool.spec.hardware()? {
+            Hardware::Ec2(_) => return None,
+            Hardware::Board(board) => place(claim, pool, board),
+        },
     };
-    match pool.spec.hardware()? {
-        Hardware::Ec2(_) => None,
-        Hardware::Board(board) => Some(board_order(claim, pool, board, scene)),
+    let group = place.as_ref().ok().map(|place| place.group.clone());
+    let usable = pool.ok().map_or(Ok(()), |pool| serves(pool, scene));
+
+    let own = index.own(claim);
+    let (demand, need) = asked(claim, index, bindings);
+    let failures = own.iter().copied().filter(|worker| is_failed(worker)).collect();
+    let attempt = own.iter().map(|worker| attempt(worker)).max().unwrap_or(0);
+    Some(Order { claim, group, demand, need, attempt, failures, place: usable.and(place) })
+}
+
+/// Runners that the claim stands for, and those that it has no worker of its own for.
+fn asked(claim: &RunnerClaim, index: &Index<'_>, bindings: &BTreeMap<String, Binding>) -> (u32, u32) {
+    let (own, count) = (index.own(claim), claim.spec.count);
+    let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let free = number(own.iter().filter(|worker| takes_jobs(worker, bindings)).count());
+    let completed = || own.iter().filter(|worker| state(worker) == WorkerState::Completed);
+    match index.job(claim) {
+        None => {
+            let busy = own.iter().filter(|worker| is_active(worker) && bindings.contains_key(name(worker)));
+            let demand = count.saturating_sub(number(completed().count() + busy.count()));
+            (demand, demand.saturating_sub(free))
+        }
+        // Its worker may have run it unheard, unless it is known to have run another. Only GitHub can tell.
+        Some((JobState::Queued, _)) => {
+            let unheard = completed().filter(|worker| !index.taken.contains(name(worker)));
+            let last = unheard.filter_map(|worker| since(worker)).max();
+            let asked = index.seen(claim).filter(|seen| seen.state == JobState::Queued);
+            let waits = last.is_none_or(|last| asked.is_some_and(|seen| seen.at >= last));
+            (count, if waits { count.saturating_sub(free) } else { 0 })
+        }
+        Some((JobState::Running | JobState::Completed | JobState::Gone | JobState::Stuck, _)) => (0, 0),
     }
 }
 
-fn board_order<'a>(
-    claim: &'a Arc<RunnerClaim>,
-    pool: &RunnerPool,
-    board: &'a BoardPool,
-    scene: &Scene<'a>,
-) -> Result<Order<'a>, Wait> {
+/// Where a claim belongs, or why nowhere.
+fn place<'a>(claim: &'a RunnerClaim, pool: &RunnerPool, board: &'a BoardPool) -> Result<Place<'a>, Wait> {
     let invalid = |message: &str| Wait::new(ClaimReason::InvalidSpec, message);
     let spec = &claim.spec;
-    let key = pool_key(pool);
     let owner = spec.owner.as_ref();
     let owner = owner.ok_or_else(|| invalid("a claim on a board pool needs spec.owner: its runners register there"))?;
     let entity = spec.entity().ok_or_else(|| invalid("a personal account's claim needs spec.repositoryId"))?;
@@ -203,53 +286,60 @@ fn board_order<'a>(
     if labels.is_empty() {
         return Err(invalid("the pool serves overrides alone: the claim needs spec.labels"));
     }
+    Ok(Place { pool: pool_key(pool), board, group: (entity, labels.iter().collect()), labels })
+}
+
+/// Whether the pool makes workers at all.
+fn serves(pool: &RunnerPool, scene: &Scene<'_>) -> Result<(), Wait> {
+    let key = pool_key(pool);
     if pool.metadata.deletion_timestamp.is_some() {
         return Err(Wait::new(ClaimReason::PoolNotReady, format!("pool {} is being deleted", key.1)));
     }
-    if let Some(why) = scene.not_ready.get(&key) {
-        return Err(Wait::new(ClaimReason::PoolNotReady, format!("pool {} is not ready: {why}", key.1)));
+    match scene.not_ready.get(&key) {
+        Some(why) => Err(Wait::new(ClaimReason::PoolNotReady, format!("pool {} is not ready: {why}", key.1))),
+        None => Ok(()),
     }
-    let own: Vec<&Worker> =
-        scene.workers.iter().map(Arc::as_ref).filter(|worker| board_worker::serves(worker, claim)).collect();
-    let active = own.iter().filter(|worker| is_active(worker) && worker.metadata.deletion_timestamp.is_none()).count();
-    let completed = own.iter().filter(|worker| board_worker::state(worker) == WorkerState::Completed);
-    let active = u32::try_from(active).unwrap_or(u32::MAX);
-    let (demand, need) = match spec.job {
-        None => {
-            let done = u32::try_from(completed.count()).unwrap_or(u32::MAX);
-            let demand = spec.count.saturating_sub(done);
-            (demand, demand.saturating_sub(active))
-        }
-        // Its worker may have run another job. Only GitHub knows whether this one still waits.
-        Some(_) => {
-            let last = completed.filter_map(|worker| since(worker)).max();
-            let seen = claim.metadata.uid.as_ref().and_then(|uid| scene.jobs.get(uid));
-            let waits =
-                last.is_none_or(|last| seen.is_some_and(|seen| seen.state == JobState::Queued && seen.at >= last));
-            (spec.count, if waits { spec.count.saturating_sub(active) } else { 0 })
-        }
-    };
-    let failures = own.into_iter().filter(|worker| is_failed(worker)).collect();
-    let group = (entity, labels.iter().collect());
-    Ok(Order { claim, pool: key, board, group, labels, demand, need, failures })
 }
 
-/// The cap, the line and the slots, in this order: a cap is the owner's own business, a slot is everybody's.
-fn blocked(order: &Order<'_>, scene: &Scene<'_>, running: u32, ahead: u32) -> Option<Wait> {
-    let cap = scene.limits.of(&order.group.0);
+/// The owner's own troubles and cap, the line and the slots, in this order: a slot is everybody's.
+fn blocked(
+    claim: &RunnerClaim,
+    place: &Place<'_>,
+    scene: &Scene<'_>,
+    running: u32,
+    ahead: u32,
+    trying: bool,
+) -> Option<Wait> {
+    let entity = &place.group.0;
+    let login = claim.spec.owner.as_ref().map_or("the owner", |owner| owner.login.as_str());
+    if let Some(trouble) = scene.troubles.get(entity) {
+        let retry_at = Some(trouble.retry_at).filter(|at| *at > scene.now);
+        if retry_at.is_some() || trying || is_trying(entity, trouble, scene) {
+            return Some(Wait { reason: ClaimReason::GitHubUnavailable, message: trouble.why.clone(), retry_at });
+        }
+    }
+    let cap = scene.limits.of(entity);
     if running >= cap {
-        let login = order.claim.spec.owner.as_ref().map_or("the owner", |owner| owner.login.as_str());
-        return Some(Wait::new(ClaimReason::QuotaReached, format!("{login} has {running} of {cap} workers")));
+        let message = format!("quota {running}/{cap}: {login} runs as many workers as it may");
+        return Some(Wait::new(ClaimReason::QuotaReached, message));
     }
     if ahead > 0 {
         let claims = if ahead == 1 { "claim comes" } else { "claims come" };
         return Some(Wait::new(ClaimReason::WaitingInLine, format!("{ahead} earlier {claims} first")));
     }
-    if scene.capacity.free(&order.pool) == 0 {
-        let (board, total) = (&order.board.board, scene.capacity.total(&order.pool));
+    if scene.capacity.free(&place.pool) == 0 {
+        let (board, total) = (&place.board.board, scene.capacity.total(&place.pool));
         return Some(Wait::new(ClaimReason::NoFreeSlot, format!("no free slot on board {board} (0 of {total})")));
     }
     None
+}
+
+/// Whether a worker was made since the trouble: one tries for all.
+fn is_trying(entity: &str, trouble: &Trouble, scene: &Scene<'_>) -> bool {
+    active_boards(scene.workers).any(|(worker, spec)| {
+        let made = worker.metadata.creation_timestamp.as_ref();
+        spec.entity == entity && made.is_none_or(|made| made.0 >= trouble.since)
+    })
 }
 
 /// A claim whose workers fail waits longer each time, and nobody waits for it.
@@ -260,34 +350,41 @@ fn backoff(failures: &[&Worker], now: Timestamp) -> Option<Wait> {
     let failure = last.status.as_ref().and_then(|status| status.failure.as_ref());
     let why = failure
         .map_or("for no known reason".into(), |failure| format!("({}): {}", failure.reason.as_str(), failure.message));
-    let name = last.metadata.name.as_deref().unwrap_or_default();
     (retry_at > now).then(|| Wait {
         reason: ClaimReason::WorkerLost,
-        message: format!("worker {name} failed {why}; the next one is made at {retry_at:.0}"),
+        message: format!("worker {} failed {why}; the next one is made at {retry_at:.0}", name(last)),
         retry_at: Some(retry_at),
     })
 }
 
-fn worker(order: &Order<'_>, names: &mut BTreeSet<String>) -> Worker {
-    let uid = order.claim.metadata.uid.as_deref().unwrap_or_default();
-    let name = (0u32..).map(|index| worker_name(&order.pool.1, uid, index)).find(|name| names.insert(name.clone()));
-    let spec = &order.claim.spec;
+fn worker(claim: &RunnerClaim, place: &Place<'_>, attempt: u32, prefix: &str) -> Worker {
+    let uid = claim.metadata.uid.as_deref().unwrap_or_default();
+    let spec = &claim.spec;
     let board = BoardWorker {
-        claim: order.claim.metadata.name.clone().unwrap_or_default(),
-        entity: order.group.0.clone(),
-        labels: order.labels.to_vec(),
-        owner: spec.owner.clone().expect("an order has an owner"),
+        claim: claim.metadata.name.clone().unwrap_or_default(),
+        entity: place.group.0.clone(),
+        labels: place.labels.to_vec(),
+        owner: spec.owner.clone().expect("a place has an owner"),
         repository: spec.repository.clone(),
         installation_id: spec.installation_id,
     };
-    board_worker::worker(name.expect("numbers do not run out"), order.claim, &order.pool.1, board)
+    let name = worker_name(prefix, &place.pool.1, uid, attempt);
+    board_worker::worker(name, attempt, claim, &place.pool.1, board)
 }
 
-/// At most 51 characters; GitHub takes 64 for a runner's name.
-fn worker_name(pool: &str, claim_uid: &str, index: u32) -> String {
-    let digest = Sha256::digest(format!("{claim_uid}/{index}"));
-    let digest: String = digest.iter().take(5).map(|byte| format!("{byte:02x}")).collect();
-    format!("{pool}-{digest}")
+/// How the names of a cluster's workers begin, and with them those of its runners at GitHub: nobody else's are touched.
+pub fn name_prefix(cluster: &str) -> String {
+    format!("paddock-{}-", digest(cluster, 2))
+}
+
+/// At most 63 characters, which is a pod's host name; GitHub takes 64 for a runner's name.
+fn worker_name(prefix: &str, pool: &str, claim_uid: &str, attempt: u32) -> String {
+    let pool: String = pool.chars().take(36).collect();
+    format!("{prefix}{pool}-{}", digest(&format!("{claim_uid}/{attempt}"), 6))
+}
+
+fn digest(text: &str, bytes: usize) -> String {
+    Sha256::digest(text).iter().take(bytes).map(|byte| format!("{byte:02x}")).collect()
 }
 
 pub fn pool_key(pool: &RunnerPool) -> PoolKey {

@@ -14,6 +14,7 @@ struct Stage {
     limits: EntityLimits,
     not_ready: BTreeMap<PoolKey, String>,
     jobs: BTreeMap<String, JobSeen>,
+    troubles: BTreeMap<String, Trouble>,
     now: i64,
 }
 
@@ -27,11 +28,16 @@ impl Stage {
             limits: EntityLimits::default(),
             not_ready: BTreeMap::new(),
             jobs: BTreeMap::new(),
+            troubles: BTreeMap::new(),
             now: NOW,
         }
     }
 
     fn decide(&self) -> Vec<Decision> {
+        self.plan().decisions
+    }
+
+    fn plan(&self) -> Plan {
         let pools = self.pools.iter().map(|pool| (pool_key(pool), board(pool)));
         let capacity = Capacity::count(pools, &[Arc::new(node("n", self.slots))], &[], &self.workers);
         decide(Scene {
@@ -42,6 +48,8 @@ impl Stage {
             limits: &self.limits,
             not_ready: &self.not_ready,
             jobs: &self.jobs,
+            troubles: &self.troubles,
+            prefix: "paddock-0000-",
             now: Timestamp::from_second(self.now).unwrap(),
         })
     }
@@ -155,21 +163,98 @@ fn a_completed_worker_settles_a_claim_without_a_job() {
     assert_eq!(stage.play(), []);
 }
 
+fn with_job(name: &str, second: i64) -> RunnerClaim {
+    with(&claim(name, second), json!({"spec": {"job": {"id": 5}}}))
+}
+
+/// What a webhook writes.
+fn tell(stage: &mut Stage, index: usize, state: &str, runner: Option<&str>) {
+    let runner = runner.map(|name| format!("7/{name}"));
+    let annotations = json!({"paddock.dev/job-state": state, "paddock.dev/job-runner": runner});
+    stage.claims[index] = Arc::new(with(&stage.claims[index], json!({"metadata": {"annotations": annotations}})));
+}
+
+fn name_of(stage: &Stage, index: usize) -> String {
+    stage.workers[index].metadata.name.clone().unwrap()
+}
+
 #[test]
-fn a_runner_that_took_another_job_leaves_its_own_job_no_worse_off() {
-    let with_job = |name: &str, second| with(&claim(name, second), json!({"spec": {"job": {"id": 5}}}));
-    let mut stage = Stage::new(9, vec![with_job("a", 0), with_job("b", 1)]);
-    assert_eq!(stage.play(), [got("a"), got("b")]);
-    // a's runner ran b's job and ended; b's failed. Until GitHub is asked, a may be done as well.
+fn a_worker_that_ended_unheard_is_replaced_when_github_says_that_the_job_still_waits() {
+    let mut stage = Stage::new(9, vec![with_job("a", 0)]);
+    assert_eq!(stage.play(), [got("a")]);
     stage.set(0, ended("completed", NOW));
-    stage.set(1, ended("failed", NOW - 60));
-    stage.claims[1] = Arc::new(with(&stage.claims[1], json!({"status": {"phase": "Completed"}})));
-    assert_eq!(stage.play(), []);
-    let seen = |at| JobSeen { state: JobState::Queued, at: Timestamp::from_second(at).unwrap() };
+    assert_eq!(stage.play(), [], "it may have run the job");
+    let seen = |at| JobSeen { state: JobState::Queued, runner: None, at: Timestamp::from_second(at).unwrap() };
     stage.jobs.insert("uid-a".into(), seen(NOW - 1));
     assert_eq!(stage.play(), [], "that was before the worker ended");
     stage.jobs.insert("uid-a".into(), seen(NOW));
     assert_eq!(stage.play(), [got("a")]);
+}
+
+#[test]
+fn a_runner_that_took_another_job_leaves_no_job_waiting() {
+    let mut stage = Stage::new(9, vec![with_job("a", 0), with_job("b", 1)]);
+    assert_eq!(stage.play(), [got("a"), got("b")]);
+    let [of_a, of_b] = [name_of(&stage, 0), name_of(&stage, 1)];
+    tell(&mut stage, 1, "in_progress", Some(&of_a));
+    assert_eq!(stage.plan().bindings, BTreeMap::from([(of_a.clone(), Binding::Busy)]));
+    assert_eq!(stage.play(), [waits("a", ClaimReason::WaitingInLine)], "b's worker will take a's job");
+    stage.set(1, ended("failed", NOW - 60));
+    assert_eq!(stage.play(), [got("a")], "b's worker failed, and a's is busy with b's job");
+    stage.set(0, ended("completed", NOW));
+    assert_eq!(stage.play(), [], "a has its second worker, and b's job is still being told of");
+    tell(&mut stage, 1, "completed", Some(&of_a));
+    assert_eq!((stage.plan().surplus, of_b.is_empty()), (BTreeSet::new(), false));
+}
+
+#[test]
+fn a_job_that_is_over_before_it_was_served_takes_no_slot() {
+    let mut stage = Stage::new(9, vec![with_job("a", 0)]);
+    tell(&mut stage, 0, "completed", None);
+    assert_eq!(stage.play(), []);
+}
+
+#[test]
+fn a_cancelled_jobs_worker_goes_unless_another_job_needs_it_or_it_is_busy() {
+    let mut stage = Stage::new(9, vec![with_job("a", 0), with_job("b", 1)]);
+    assert_eq!(stage.play(), [got("a"), got("b")]);
+    let [of_a, of_b] = [name_of(&stage, 0), name_of(&stage, 1)];
+    assert_eq!(stage.plan().surplus, BTreeSet::new());
+    tell(&mut stage, 0, "completed", None);
+    assert_eq!(stage.plan().surplus, BTreeSet::from([of_a.clone()]));
+    tell(&mut stage, 1, "in_progress", Some(&of_a));
+    assert_eq!(stage.plan().surplus, BTreeSet::from([of_b]), "a's worker is busy with b's job");
+    stage.claims.push(Arc::new(with_job("c", 2)));
+    assert_eq!(stage.plan().surplus, BTreeSet::new(), "c's job will find b's worker");
+    assert_eq!(stage.play(), [waits("c", ClaimReason::WaitingInLine)]);
+    tell(&mut stage, 1, "completed", Some(&of_a));
+    let done = Binding::Done(Timestamp::from_second(NOW).unwrap());
+    assert_eq!(stage.plan().bindings, BTreeMap::from([(of_a, done)]), "its one job is over");
+}
+
+#[test]
+fn a_pool_that_is_not_ready_makes_no_worker_superfluous() {
+    let mut stage = Stage::new(9, vec![with_job("a", 0), claim("b", 1)]);
+    assert_eq!(stage.play(), [got("a"), got("b")]);
+    stage.not_ready.insert(("default".into(), "p".into()), "no Secret".into());
+    assert_eq!(stage.plan().surplus, BTreeSet::new());
+    stage.pools.clear();
+    assert_eq!(stage.plan().surplus, BTreeSet::new());
+}
+
+#[test]
+fn an_owner_in_trouble_waits_and_then_tries_with_one_worker() {
+    let mut stage = Stage::new(9, vec![claim("a", 0), claim("b", 1)]);
+    let moment = |second| Timestamp::from_second(second).unwrap();
+    let trouble = Trouble { why: "not installed".into(), since: moment(NOW), retry_at: moment(NOW + 60) };
+    stage.troubles.insert("1".into(), trouble);
+    let waiting = |name: &str| waits(name, ClaimReason::GitHubUnavailable);
+    assert_eq!(stage.play(), [waiting("a"), waiting("b")]);
+    stage.now = NOW + 60;
+    assert_eq!(stage.play(), [got("a"), waiting("b")]);
+    assert_eq!(stage.play(), [waiting("b")], "one tries for all");
+    stage.troubles.clear();
+    assert_eq!(stage.play(), [got("b")]);
 }
 
 #[test]
@@ -216,9 +301,11 @@ fn claims_that_cannot_be_served_say_why() {
 
 #[test]
 fn names_fit_github_and_dns() {
-    let name = worker_name(&"p".repeat(40), "uid", u32::MAX);
-    assert_eq!(name.len(), 51);
-    assert_ne!(worker_name("p", "uid", 0), worker_name("p", "uid", 1));
+    let prefix = name_prefix("production");
+    let name = worker_name(&prefix, &"p".repeat(40), "uid", u32::MAX);
+    assert!(name.starts_with("paddock-") && name.len() <= 63, "{name}");
+    assert_ne!(worker_name(&prefix, "p", "uid", 0), worker_name(&prefix, "p", "uid", 1));
+    assert_ne!(prefix, name_prefix("staging"), "another cluster's runners are not ours");
 }
 
 fn any_claim() -> impl Strategy<Value = (u32, i64, i64)> {

@@ -21,14 +21,15 @@ impl LabelSet {
     }
 }
 
-/// The pool of a claim: the one it already has, the one it names, or the only one that serves its labels. The pools
-/// are those of the claim's namespace.
+/// The pool of a claim: the one it names, the one that it has workers of, or the only one that serves its labels. The
+/// pools are those of the claim's namespace.
 pub fn select<'a>(
     claim: &RunnerClaim,
     pools: impl IntoIterator<Item = &'a RunnerPool>,
 ) -> Result<&'a RunnerPool, (ClaimReason, String)> {
     let pools: Vec<_> = pools.into_iter().collect();
-    let chosen = claim.status.as_ref().and_then(|status| status.pool.as_ref()).or(claim.spec.pool.as_ref());
+    let holding = claim.status.as_ref().filter(|status| status.workers.iter().any(|worker| !worker.state.is_over()));
+    let chosen = claim.spec.pool.as_ref().or_else(|| holding?.pool.as_ref());
     if let Some(name) = chosen {
         let named = pools.into_iter().find(|pool| pool.metadata.name.as_ref() == Some(name));
         return named.ok_or_else(|| (ClaimReason::PoolNotFound, format!("there is no pool {name} in this namespace")));
@@ -198,12 +199,16 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_keeps_the_pool_it_has_whatever_the_pools_say_later() {
+    fn a_claim_keeps_the_pool_whose_workers_it_has_and_moves_while_it_waits() {
         let pools = [pool("a", json!({"labels": [["rv"]]})), pool("b", json!({"labels": [["x"]]}))];
-        let mut claim = asking(json!({"labels": ["rv"]}));
-        claim.status.get_or_insert_default().pool = Some("b".into());
-        assert_eq!(selected(&claim, &pools), Ok("b".into()));
-        claim.status.get_or_insert_default().pool = Some("gone".into());
-        assert_eq!(selected(&claim, &pools), Err(ClaimReason::PoolNotFound));
+        let claim = |pool: &str, state: &str| {
+            let workers = json!([{"name": "w", "state": state, "source": "created"}]);
+            with(&asking(json!({"labels": ["rv"]})), json!({"status": {"pool": pool, "workers": workers}}))
+        };
+        assert_eq!(selected(&claim("b", "running"), &pools), Ok("b".into()));
+        assert_eq!(selected(&claim("gone", "pending"), &pools), Err(ClaimReason::PoolNotFound));
+        for over in ["failed", "completed"] {
+            assert_eq!(selected(&claim("b", over), &pools), Ok("a".into()));
+        }
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::{
-    ByteString,
+    ByteString, Metadata,
     api::core::v1::{
         Container, EnvVar, EnvVarSource, Pod, PodSpec, ResourceRequirements, Secret, SecretKeySelector, SecurityContext,
     },
@@ -17,10 +17,12 @@ use crate::api::{APP, BoardPool, GROUP, LABEL_APP, LABEL_BOARD, VERSION, Worker}
 
 /// The Secret's one key.
 pub const JIT_CONFIG: &str = "jitconfig";
+/// The annotation of pod and Secret that has the runner's number at GitHub.
+const RUNNER_ID: &str = "paddock.dev/runner-id";
 const CONTAINER: &str = "runner";
 
 /// The pod has its worker's name, and reads the JIT config from a Secret of that name: it is nowhere in its own text.
-pub fn pod(worker: &Worker, pool: &BoardPool) -> Pod {
+pub fn pod(worker: &Worker, pool: &BoardPool, runner_id: Option<i64>) -> Pod {
     let name = worker.metadata.name.clone().unwrap_or_default();
     let mut labels = worker.metadata.labels.clone().unwrap_or_default();
     labels.insert(LABEL_APP.into(), APP.into());
@@ -60,6 +62,7 @@ pub fn pod(worker: &Worker, pool: &BoardPool) -> Pod {
             name: Some(name),
             namespace: worker.metadata.namespace.clone(),
             labels: Some(labels),
+            annotations: runner_id.map(annotations),
             owner_references: Some(vec![owned_by_worker(worker)]),
             ..ObjectMeta::default()
         },
@@ -79,12 +82,13 @@ pub fn pod(worker: &Worker, pool: &BoardPool) -> Pod {
 }
 
 /// The Secret, as it is made before the pod: its worker owns it until [`adoption`].
-pub fn secret(worker: &Worker, jit_config: &str) -> Secret {
+pub fn secret(worker: &Worker, jit_config: &str, runner_id: i64) -> Secret {
     Secret {
         metadata: ObjectMeta {
             name: worker.metadata.name.clone(),
             namespace: worker.metadata.namespace.clone(),
             labels: worker.metadata.labels.clone(),
+            annotations: Some(annotations(runner_id)),
             owner_references: Some(vec![owned_by_worker(worker)]),
             ..ObjectMeta::default()
         },
@@ -92,6 +96,15 @@ pub fn secret(worker: &Worker, jit_config: &str) -> Secret {
         type_: Some("paddock.dev/jit-config".into()),
         ..Secret::default()
     }
+}
+
+fn annotations(runner_id: i64) -> BTreeMap<String, String> {
+    [(RUNNER_ID.to_owned(), runner_id.to_string())].into()
+}
+
+/// The runner's number at GitHub, as the pod or Secret that was made for it remembers it.
+pub fn runner_id<K: Metadata<Ty = ObjectMeta>>(object: &K) -> Option<i64> {
+    object.metadata().annotations.as_ref()?.get(RUNNER_ID)?.parse().ok()
 }
 
 /// The pod as the only owner of its Secret, so that the config never outlives it.
@@ -140,11 +153,11 @@ mod tests {
         );
         let worker = with(&board_worker("w", "p", "c"), json!({"metadata": {"labels": {"paddock.dev/claim": "c"}}}));
         assert_eq!(
-            json!(pod(&worker, board(&pool))),
+            json!(pod(&worker, board(&pool), Some(7))),
             json!({
                 "apiVersion": "v1", "kind": "Pod",
                 "metadata": {
-                    "name": "w", "namespace": "default",
+                    "name": "w", "namespace": "default", "annotations": {"paddock.dev/runner-id": "7"},
                     "labels": {"app": "rise-riscv-runner", "riseproject.dev/board": "b", "paddock.dev/claim": "c"},
                     "ownerReferences": [{
                         "apiVersion": "paddock.dev/v1alpha1", "kind": "Worker", "name": "w", "uid": "worker-w", "controller": true,
@@ -176,7 +189,7 @@ mod tests {
 
     #[test]
     fn a_plain_pool_asks_for_nothing_special() {
-        let spec = pod(&board_worker("w", "p", "c"), board(&board_pool("p"))).spec.unwrap();
+        let spec = pod(&board_worker("w", "p", "c"), board(&board_pool("p")), None).spec.unwrap();
         assert_eq!((spec.host_network, &spec.containers[0].security_context), (None, &None));
         let limits = spec.containers[0].resources.clone().unwrap().limits.unwrap();
         assert_eq!(limits.keys().collect::<Vec<_>>(), ["riseproject.com/runner"]);
@@ -185,9 +198,10 @@ mod tests {
     #[test]
     fn the_secret_belongs_to_the_worker_until_the_pod_adopts_it() {
         let worker = board_worker("w", "p", "c");
-        let mut secret = secret(&worker, "canary");
+        let mut secret = secret(&worker, "canary", 7);
         assert_eq!(adopted_by(&secret), None);
-        let pod = with(&pod(&worker, board(&board_pool("p"))), json!({"metadata": {"uid": "u"}}));
+        assert_eq!(runner_id(&secret), Some(7));
+        let pod = with(&pod(&worker, board(&board_pool("p")), Some(7)), json!({"metadata": {"uid": "u"}}));
         secret.metadata.owner_references = Some(vec![adoption(&pod)]);
         assert_eq!(adopted_by(&secret), Some("u"));
         assert!(!json!(pod).to_string().contains("canary"));

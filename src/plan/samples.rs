@@ -29,6 +29,10 @@ fn merge(into: &mut Value, change: Value) {
                 }
             }
         }
+        (into, Value::Object(change)) => {
+            *into = json!({});
+            merge(into, Value::Object(change));
+        }
         (into, change) => *into = change,
     }
 }

@@ -3,7 +3,7 @@
 use std::{sync::Arc, time::Duration};
 
 use anyhow::Result;
-use jiff::{SignedDuration, Timestamp};
+use jiff::Timestamp;
 use kube::{
     ResourceExt,
     runtime::{
@@ -20,23 +20,20 @@ use super::{
         objects::{self, Written},
         reference,
     },
-    Board, LOOK_AGAIN, lock, look_again, nudges,
+    Board, LOOK_AGAIN, look_again,
+    memory::lock,
+    nudges,
 };
 use crate::{
-    api::{ClaimPhase, Hardware, READY, Runner, RunnerClaim, RunnerClaimStatus, RunnerPool, Worker},
-    effects::github::{GitHubError, WorkflowJob},
+    api::{ClaimPhase, Hardware, READY, RunnerClaim, RunnerClaimStatus, RunnerPool, Worker},
     plan::{
         board_claim::{Standing, holding, status},
-        board_worker::{since, state},
-        capacity::is_active,
-        demand::{JobSeen, JobState, Wait, is_open},
-        entity, labels,
+        demand::{Wait, is_open},
+        jobs, labels,
     },
 };
 
-/// How often GitHub is asked about a job that nothing was heard of, in case a webhook was lost.
-const ASK_AGAIN: SignedDuration = SignedDuration::from_mins(1);
-/// How long a claim may be without a decision before it says that it has none.
+/// How long a claim may be on its way before it says so: most have a pod by then.
 const YOUNG: Duration = Duration::from_secs(3);
 
 pub async fn run(board: Arc<Board>, stop: CancellationToken) {
@@ -60,6 +57,10 @@ pub async fn run(board: Arc<Board>, stop: CancellationToken) {
 }
 
 async fn reconcile(claim: Arc<RunnerClaim>, board: Arc<Board>) -> Result<Action> {
+    let deleted = claim.metadata.deletion_timestamp.is_some();
+    if !deleted && !is_open(&claim) {
+        return Ok(Action::await_change());
+    }
     let pools = board.context.stores.pools.store.state();
     let here = pools.iter().filter(|pool| pool.namespace() == claim.namespace()).map(Arc::as_ref);
     let pool = match labels::select(&claim, here) {
@@ -71,37 +72,32 @@ async fn reconcile(claim: Arc<RunnerClaim>, board: Arc<Board>) -> Result<Action>
         Err(_) if claim.spec.pool.is_some() => return Ok(Action::await_change()),
         Err((reason, message)) => Err(Wait { reason, message, retry_at: None }),
     };
-    if claim.metadata.deletion_timestamp.is_some() {
-        board.release(&claim, pool).await
-    } else {
-        board.show(&claim, pool).await
-    }
+    if deleted { board.release(&claim, pool).await } else { board.show(&claim, pool).await }
 }
 
 impl Board {
     async fn show(&self, claim: &RunnerClaim, pool: Result<&RunnerPool, Wait>) -> Result<Action> {
-        let workers = self.workers_of(claim, &*self.reservations.lock().await);
+        let workers = self.workers_of(claim);
         let own: Vec<&Worker> = workers.iter().map(Arc::as_ref).collect();
-        let waits = claim.uid().is_some_and(|uid| lock(&self.waits).contains_key(&uid));
-        if claim.status.is_none() && own.is_empty() && !waits && pool.is_ok() && is_young(claim) {
-            // The decision is being made, and is shown as soon as it is.
+        // A claim that holds something must not vanish before that is given back. Should it be deleted right now, its
+        // workers find out and go.
+        if !objects::has_finalizer(claim) && (pool.is_ok() || !own.is_empty()) {
+            objects::add_finalizer(&self.context.client, claim).await?;
+            return Ok(Action::requeue(LOOK_AGAIN));
+        }
+        let waits = claim.uid().is_some_and(|uid| lock(&self.memory.waits).contains_key(&uid));
+        let served = pool.is_ok();
+        let new = self.status(claim, pool, &own);
+        let on_its_way = match new.phase {
+            Some(ClaimPhase::Pending) => served && !waits,
+            Some(ClaimPhase::Creating) => !waits,
+            _ => false,
+        };
+        if claim.status.is_none() && on_its_way && is_young(claim) {
             return Ok(Action::requeue(YOUNG));
         }
-        let runner = self.ask_for_job(claim, pool.as_ref().ok().copied(), &own).await;
-        let new = self.write(claim, pool, &own, runner).await?;
-        match new.phase {
-            Some(ClaimPhase::Failed) => {
-                // A failed claim holds nothing. Those that are busy stay until they are done.
-                for worker in
-                    own.iter().filter(|worker| is_active(worker) && worker.metadata.deletion_timestamp.is_none())
-                {
-                    objects::delete(&objects::api(&self.context.client, *worker), &worker.name_any()).await?;
-                }
-                Ok(Action::await_change())
-            }
-            Some(phase) if phase.is_over() => Ok(Action::await_change()),
-            _ => Ok(look_again(None)),
-        }
+        self.write(claim, &new).await?;
+        Ok(if new.phase.is_some_and(ClaimPhase::is_over) { Action::await_change() } else { look_again(None) })
     }
 
     /// Deletes the claim's workers, each of which stays until its runner is free, and then lets the claim go.
@@ -110,8 +106,8 @@ impl Board {
             return Ok(Action::await_change());
         }
         let client = &self.context.client;
-        let reservations = self.reservations.lock().await;
-        let workers = self.workers_of(claim, &reservations);
+        let making = self.making.lock().await;
+        let workers = self.workers_of(claim);
         let own: Vec<&Worker> = workers.iter().map(Arc::as_ref).collect();
         let held = holding(&own);
         for worker in held.iter().filter(|worker| worker.metadata.deletion_timestamp.is_none()) {
@@ -121,87 +117,61 @@ impl Board {
             objects::remove_finalizer(client, claim).await?;
             return Ok(Action::await_change());
         }
-        drop(reservations);
-        self.write(claim, pool, &own, None).await?;
+        drop(making);
+        let status = self.status(claim, pool, &own);
+        self.write(claim, &status).await?;
         Ok(Action::requeue(LOOK_AGAIN))
     }
 
-    async fn write(
-        &self,
-        claim: &RunnerClaim,
-        pool: Result<&RunnerPool, Wait>,
-        own: &[&Worker],
-        runner: Option<Runner>,
-    ) -> Result<RunnerClaimStatus> {
+    fn status(&self, claim: &RunnerClaim, pool: Result<&RunnerPool, Wait>, own: &[&Worker]) -> RunnerClaimStatus {
         let uid = claim.uid().unwrap_or_default();
-        let job = lock(&self.jobs).get(&uid).copied();
         let (name, wait) = match pool {
-            Ok(pool) => (pool.metadata.name.clone(), lock(&self.waits).get(&uid).cloned()),
+            Ok(pool) => (pool.metadata.name.clone(), lock(&self.memory.waits).get(&uid).cloned()),
             Err(wait) => (None, Some(wait)),
         };
-        let standing = Standing { pool: name.as_deref(), workers: own, wait: wait.as_ref(), job };
-        let now = Timestamp::now();
-        let mut new = status(claim, standing, now);
-        new.runner = runner.or(new.runner);
-        let written = objects::write_status(&self.context.client, claim, claim.status.as_ref(), &new).await?;
-        let before = claim.status.as_ref().and_then(|status| status.phase);
-        if written == Written::Yes && before != new.phase {
-            self.tell(claim, &new, now).await;
-        }
-        Ok(new)
+        let runner = jobs::runner(claim, self.memory.job(claim).as_ref());
+        let bindings = lock(&self.memory.bindings).clone();
+        let others = own.iter().filter_map(|worker| worker.metadata.name.as_deref());
+        let others = others.filter(|name| runner.as_ref().is_none_or(|runner| runner.name != **name));
+        let taken = others.filter(|name| claim.spec.job.is_some() && bindings.contains_key(*name)).collect();
+        let standing = Standing {
+            pool: name.as_deref(),
+            workers: own,
+            taken,
+            wait: wait.as_ref(),
+            job: self.job_of(claim).map(|(state, _)| state),
+            runner,
+        };
+        status(claim, standing, Timestamp::now())
     }
 
-    async fn tell(&self, claim: &RunnerClaim, status: &RunnerClaimStatus, now: Timestamp) {
+    async fn write(&self, claim: &RunnerClaim, new: &RunnerClaimStatus) -> Result<()> {
+        let written = objects::write_status(&self.context.client, claim, claim.status.as_ref(), new).await?;
+        let before = claim.status.as_ref().and_then(|status| status.phase);
+        if written == Written::Yes && before != new.phase {
+            self.tell(claim, new).await;
+        }
+        Ok(())
+    }
+
+    async fn tell(&self, claim: &RunnerClaim, status: &RunnerClaimStatus) {
         let Some(condition) = status.conditions.iter().find(|condition| condition.type_ == READY) else { return };
         let phase = status.phase.unwrap_or_default();
         let created = claim.metadata.creation_timestamp.as_ref();
         if let (ClaimPhase::Ready, Some(created)) = (phase, created) {
-            self.context.metrics.claim_seconds.observe(now.duration_since(created.0).as_secs_f64());
+            let seconds = Timestamp::now().duration_since(created.0).as_secs_f64();
+            self.context.metrics.claim_seconds.observe(seconds);
+        }
+        // Steps on the way are in the status; an event for each would be most of what is written.
+        if matches!(phase, ClaimPhase::Creating | ClaimPhase::Validating) {
+            return;
         }
         let type_ = if phase == ClaimPhase::Failed { EventType::Warning } else { EventType::Normal };
         self.context.event(claim, type_, phase.as_str(), &condition.reason, condition.message.clone()).await;
-    }
-
-    /// Asks GitHub about the claim's job when one of its workers has ended since, or nothing was heard for long; says
-    /// which runner has it.
-    async fn ask_for_job(&self, claim: &RunnerClaim, pool: Option<&RunnerPool>, own: &[&Worker]) -> Option<Runner> {
-        let board = pool?.spec.board.as_ref()?;
-        let (job, repository) = (claim.spec.job.as_ref()?, claim.spec.repository.as_ref()?);
-        let (owner, uid) = (claim.spec.owner.as_ref()?, claim.uid()?);
-        let now = Timestamp::now();
-        let created = claim.metadata.creation_timestamp.as_ref().map_or(now, |time| time.0);
-        let last = lock(&self.jobs).get(&uid).map_or(created, |seen| seen.at);
-        let ended = own.iter().filter(|worker| state(worker).is_over()).filter_map(|worker| since(worker)).max();
-        if !is_open(claim) || !(ended.is_some_and(|end| end >= last) || now.duration_since(last) >= ASK_AGAIN) {
-            return None;
-        }
-        let secret = entity::credentials_ref(board, owner);
-        let credentials = self.context.credentials.get(&claim.namespace()?, &secret.name).await.ok()?;
-        let credentials = credentials.for_installation(claim.spec.installation_id);
-        let (state, runner) = match self.context.github.job(&credentials, repository, job.id).await {
-            Ok(job) => (job_state(&job), job.runner_name.map(|name| Runner { id: job.runner_id, name })),
-            Err(GitHubError::NotFound(_)) => (JobState::Gone, None),
-            Err(error) => {
-                tracing::warn!(claim = claim.name_any(), job = job.id, %error, "the job cannot be asked for");
-                return None;
-            }
-        };
-        lock(&self.jobs).insert(uid, JobSeen { state, at: now });
-        let _ = self.pools.send(ObjectRef::from_obj(pool?));
-        runner.filter(|runner| !runner.name.is_empty())
     }
 }
 
 fn is_young(claim: &RunnerClaim) -> bool {
     let created = claim.metadata.creation_timestamp.as_ref();
     created.is_some_and(|created| Timestamp::now().duration_since(created.0).unsigned_abs() < YOUNG)
-}
-
-fn job_state(job: &WorkflowJob) -> JobState {
-    match job.status.as_str() {
-        "completed" => JobState::Completed,
-        "in_progress" => JobState::Running,
-        // `queued`, and the states before it: `waiting`, `pending`, `requested`.
-        _ => JobState::Queued,
-    }
 }

@@ -1,87 +1,95 @@
 //! Boards: claims become workers, workers become pods.
 //!
-//! Three controllers share what is here. [`demand`] decides for all pools at once which claims get a worker, [`claim`]
-//! shows how each claim stands and lets go of it, [`worker`] leads each worker through its life.
+//! [`demand`] decides for all pools at once which claims get a worker, [`pool`] shows how each pool stands, [`claim`] how
+//! each claim does and lets go of it, [`worker`] leads each worker through its life, [`sync`] asks GitHub what webhooks
+//! did not tell.
 
+mod accounts;
 mod claim;
 mod demand;
+mod diagnosis;
+mod ending;
 mod limits;
+mod memory;
+mod pool;
+mod provision;
 mod reservations;
+mod sync;
 mod worker;
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt, stream};
 use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
 use kube::{
-    Resource,
+    Resource, ResourceExt,
     runtime::{controller::Action, reflector::ObjectRef},
 };
-use tokio::sync::broadcast;
+use tokio::sync::{Notify, broadcast};
 use tokio_util::sync::CancellationToken;
 
-use self::{limits::Limits, reservations::Reservations};
+use self::{
+    limits::Limits,
+    memory::{Memory, lock},
+    reservations::Reservations,
+};
 use super::{Context, reference};
 use crate::{
-    api::{BoardPool, BoardWorker, RunnerClaim, RunnerPool, Worker},
-    effects::{
-        credentials::{Credentials, CredentialsError},
-        github::{GitHubError, Scope},
-    },
+    api::{BoardPool, RunnerClaim, RunnerPool, Worker},
     plan::{
         board_worker,
-        capacity::PoolKey,
-        demand::{JobSeen, Wait},
-        entity::{self, NoRepository},
+        demand::name_prefix,
+        health::{Exam, Known, examine, is_unreachable},
+        jobs::{self, JobState},
     },
 };
 
 /// How long anything that is not settled goes without a look.
 const LOOK_AGAIN: Duration = Duration::from_secs(15);
 /// Calls to be remembered for a controller that is slow to hear them; it looks again by itself anyway.
-const NUDGES: usize = 1024;
+const NUDGES: usize = 4096;
 
 pub async fn run(context: Arc<Context>, stop: CancellationToken) {
     let board = Arc::new(Board {
         limits: Limits::new(context.settings.entity_limits_file.clone()),
-        reservations: tokio::sync::Mutex::default(),
-        waits: Mutex::default(),
-        jobs: Mutex::default(),
-        not_ready: Mutex::default(),
+        prefix: name_prefix(&context.settings.cluster_name),
+        making: tokio::sync::Mutex::default(),
+        reservations: Reservations::default(),
+        memory: Memory::default(),
+        changed: Notify::new(),
+        curious: Notify::new(),
         claims: broadcast::Sender::new(NUDGES),
-        pools: broadcast::Sender::new(NUDGES),
+        workers: broadcast::Sender::new(NUDGES),
         context,
     });
     tokio::join!(
         demand::run(board.clone(), stop.clone()),
+        pool::run(board.clone(), stop.clone()),
         claim::run(board.clone(), stop.clone()),
-        worker::run(board, stop),
+        worker::run(board.clone(), stop.clone()),
+        sync::run(board, stop),
     );
 }
 
-/// What the three controllers share. All of it can be lost: what was reserved is in the API server, what was decided is
+/// What the controllers share. All of it can be lost: what was reserved is in the API server, what was decided is
 /// decided again, and GitHub is asked again.
 struct Board {
     context: Arc<Context>,
     limits: Limits,
-    /// Held while workers are made and while claims are let go, so that neither happens behind the other's back.
-    reservations: tokio::sync::Mutex<Reservations>,
-    /// What each claim waits for, by its uid.
-    waits: Mutex<BTreeMap<String, Wait>>,
-    /// What GitHub said of each claim's job, by the claim's uid.
-    jobs: Mutex<BTreeMap<String, JobSeen>>,
-    not_ready: Mutex<BTreeMap<PoolKey, String>>,
+    /// How the names of our workers, and so of our runners, begin.
+    prefix: String,
+    /// Held while workers are made and while claims and pools are let go, so that neither happens behind the other's
+    /// back.
+    making: tokio::sync::Mutex<()>,
+    reservations: Reservations,
+    memory: Memory,
+    /// Something that decisions rest on has changed.
+    changed: Notify,
+    /// Somebody needs to know what GitHub says.
+    curious: Notify,
     claims: broadcast::Sender<ObjectRef<RunnerClaim>>,
-    pools: broadcast::Sender<ObjectRef<RunnerPool>>,
-}
-
-/// Nothing is ever left half-done under these locks.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    workers: broadcast::Sender<ObjectRef<Worker>>,
 }
 
 fn nudges<K: Resource<DynamicType = ()> + 'static>(
@@ -104,49 +112,53 @@ impl Board {
         self.context.stores.pools.store.get(&reference(namespace, name)).filter(|pool| pool.spec.board.is_some())
     }
 
-    /// The claim's own workers, those that no cache shows yet included.
-    fn workers_of(&self, claim: &RunnerClaim, reservations: &Reservations) -> Vec<Arc<Worker>> {
+    /// All workers, those that no cache shows yet included.
+    fn all_workers(&self) -> Vec<Arc<Worker>> {
         let mut workers = self.context.stores.workers.store.state();
-        workers.extend(reservations.beyond(&workers));
+        workers.extend(self.reservations.beyond(&workers));
+        workers
+    }
+
+    /// The claim's own workers.
+    fn workers_of(&self, claim: &RunnerClaim) -> Vec<Arc<Worker>> {
+        let mut workers = self.all_workers();
         workers.retain(|worker| board_worker::serves(worker, claim));
         workers
     }
 
-    /// In whose name, and where, a worker's runner is registered.
-    async fn account(&self, namespace: &str, pool: &BoardPool, worker: &BoardWorker) -> Result<Account, AccountError> {
-        let scope = Scope::of(&worker.owner, worker.repository.as_deref())?;
-        let secret = entity::credentials_ref(pool, &worker.owner);
-        let credentials = self.context.credentials.get_or_last(namespace, &secret.name).await?;
-        Ok(Account { credentials: credentials.for_installation(worker.installation_id), scope })
+    fn pod_of(&self, worker: &Worker) -> Option<Arc<Pod>> {
+        self.context.stores.pods.store.get(&reference(&worker.namespace().unwrap_or_default(), &worker.name_any()))
     }
-}
 
-struct Account {
-    credentials: Credentials,
-    scope: Scope,
-}
+    fn is_unreachable(&self, pod: &Pod) -> bool {
+        let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
+        let node = node.and_then(|node| self.context.stores.nodes.store.get(&ObjectRef::new(node)));
+        node.is_some_and(|node| is_unreachable(&node))
+    }
 
-/// Why a runner cannot be spoken of with GitHub.
-#[derive(Debug, thiserror::Error)]
-enum AccountError {
-    #[error(transparent)]
-    NoRepository(#[from] NoRepository),
-    #[error(transparent)]
-    Credentials(#[from] CredentialsError),
-    #[error(transparent)]
-    GitHub(#[from] GitHubError),
-}
+    /// How far the claim's job is, and when the worker that has it ended.
+    fn job_of(&self, claim: &RunnerClaim) -> Option<(JobState, Option<Timestamp>)> {
+        claim.spec.job.as_ref()?;
+        let seen = self.memory.job(claim);
+        let worker = jobs::runner(claim, seen.as_ref())
+            .and_then(|runner| self.context.stores.workers.store.get(&reference(&claim.namespace()?, &runner.name)));
+        let ended = worker.filter(|worker| board_worker::state(worker).is_over());
+        let ended = ended.and_then(|worker| board_worker::since(&worker));
+        Some((jobs::state(claim, seen.as_ref(), ended)?, ended))
+    }
 
-impl AccountError {
-    /// When it makes sense to try again.
-    fn retry(&self) -> Duration {
-        match self {
-            Self::GitHub(GitHubError::RateLimited { until }) => {
-                let wait = until.duration_since(Timestamp::now()).max(jiff::SignedDuration::from_secs(1));
-                wait.unsigned_abs().min(Duration::from_secs(600))
-            }
-            Self::NoRepository(_) | Self::Credentials(_) | Self::GitHub(_) => LOOK_AGAIN,
-        }
+    /// What the health rules say of a worker with a pod.
+    fn exam(&self, worker: &Worker, pool: Option<&BoardPool>, pod: &Pod, now: Timestamp) -> (Exam, Known) {
+        let Some((pool, spec)) = pool.zip(worker.spec.board.as_ref()) else { return Default::default() };
+        let namespace = worker.namespace().unwrap_or_default();
+        let claim = self.context.stores.claims.store.get(&reference(&namespace, &spec.claim));
+        let place = accounts::Place::of(&namespace, pool, &spec.owner, spec.repository.as_deref()).ok();
+        let known = Known {
+            binding: lock(&self.memory.bindings).get(&worker.name_any()).copied(),
+            sighting: self.memory.sighting(&worker.name_any(), place.as_ref()),
+            has_job: claim.is_some_and(|claim| claim.spec.job.is_some()),
+        };
+        (examine(worker, pod, known, &pool.timeouts, now), known)
     }
 }
 
@@ -154,5 +166,5 @@ impl AccountError {
 fn look_again(at: Option<Timestamp>) -> Action {
     let wait = at.map(|at| at.duration_since(Timestamp::now()).max(jiff::SignedDuration::ZERO).unsigned_abs());
     // A moment later, so that it has come for sure.
-    Action::requeue(wait.map_or(LOOK_AGAIN, |wait| wait + Duration::from_millis(50)))
+    Action::requeue(wait.map_or(LOOK_AGAIN, |wait| wait.min(LOOK_AGAIN) + Duration::from_millis(50)))
 }

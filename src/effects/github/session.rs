@@ -171,7 +171,8 @@ impl Sessions {
         route: &str,
     ) -> Result<(HeaderMap, T), GitHubError> {
         let own = Account { fingerprint: credentials.fingerprint.clone(), installation: None };
-        let (headers, text) = self.exchange(Need::Spare, &self.client(credentials)?, &own, Method::GET, route, None).await?;
+        let (headers, text) =
+            self.exchange(Need::Spare, &self.client(credentials)?, &own, Method::GET, route, None).await?;
         Ok((headers, parse(&text)?))
     }
 

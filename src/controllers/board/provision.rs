@@ -1,0 +1,98 @@
+//! A worker gets its JIT config, its Secret and its pod.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use jiff::Timestamp;
+use kube::{ResourceExt, api::PostParams, runtime::controller::Action};
+use secrecy::ExposeSecret;
+
+use super::{super::objects, LOOK_AGAIN, accounts::AccountError, memory::lock, worker::Life};
+use crate::{
+    api::{BoardPool, ClaimReason, FailureReason},
+    effects::github::{GitHubError, JitConfig, Removal},
+    plan::{
+        board_worker::failure,
+        pod::{adopted_by, pod, runner_id, secret},
+    },
+};
+
+/// How long a pod that was just made may take to show in the cache.
+const SHOWING: Duration = Duration::from_secs(1);
+/// How long a worker may hold a slot for a runner that GitHub does not give: others wait for the slot.
+const PATIENCE: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);
+
+impl Life<'_> {
+    pub async fn create(&self) -> Result<Action> {
+        let Some(pool) = self.pool else {
+            return self.fail(failure(FailureReason::PodRefused, "its pool is gone")).await;
+        };
+        // One that this process has just made has nothing that could be found.
+        let fresh = self.worker.uid().is_some_and(|uid| lock(&self.board.memory.fresh).remove(&uid));
+        let found = if fresh { None } else { self.secrets().get_opt(&self.name).await? };
+        let runner = match found {
+            Some(secret) if adopted_by(&secret).is_some() => {
+                return match self.pods().get_opt(&self.name).await? {
+                    Some(_) => Ok(Action::requeue(SHOWING)),
+                    None => self.fail(failure(FailureReason::PodMissing, "the pod was deleted by someone else")).await,
+                };
+            }
+            Some(secret) => runner_id(&secret),
+            None => {
+                let jit = match self.jit_config(pool).await {
+                    Ok(jit) => jit,
+                    Err(error) => return self.refused(error).await,
+                };
+                let secret = secret(self.worker, jit.encoded.expose_secret(), jit.runner_id);
+                self.secrets().create(&PostParams::default(), &secret).await.context("cannot make the Secret")?;
+                Some(jit.runner_id)
+            }
+        };
+        match self.pods().create(&PostParams::default(), &pod(self.worker, pool, runner)).await {
+            // It shows in the cache, and then it gets its Secret.
+            Ok(_) => Ok(Action::requeue(SHOWING)),
+            Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(Action::requeue(SHOWING)),
+            Err(error) if objects::is_refusal(&error) => {
+                self.fail(failure(FailureReason::PodRefused, &error.to_string())).await
+            }
+            Err(error) => Err(error).context("cannot make the pod"),
+        }
+    }
+
+    /// A new runner. One of the same name was made for this very worker, and its config is lost: it makes room.
+    async fn jit_config(&self, pool: &BoardPool) -> Result<JitConfig, AccountError> {
+        let account = self.board.account(&self.namespace, pool, self.spec).await?;
+        let github = &self.board.context.github;
+        let make = || {
+            let group = Some(pool.github.runner_group.as_str());
+            github.create_jit_config(&account.credentials, &account.scope, &self.name, &self.spec.labels, group)
+        };
+        let made = match make().await {
+            Err(GitHubError::NameTaken) => {
+                match github.remove_runner(&account.credentials, &account.scope, &self.name).await? {
+                    Removal::Busy => return Err(GitHubError::Busy.into()),
+                    Removal::Deleted | Removal::Gone => make().await?,
+                }
+            }
+            outcome => outcome?,
+        };
+        if self.board.memory.no_trouble(&self.spec.entity) {
+            self.board.changed.notify_one();
+        }
+        Ok(made)
+    }
+
+    /// GitHub gives no runner. What may be chance is tried again for a while; then the slot is for somebody else, and the
+    /// owner's other claims wait for better times.
+    async fn refused(&self, error: AccountError) -> Result<Action> {
+        let now = Timestamp::now();
+        let made = self.worker.metadata.creation_timestamp.as_ref().map_or(now, |time| time.0);
+        let young = now.duration_since(made) < PATIENCE;
+        if young && !error.is_final() && error.retry() <= LOOK_AGAIN {
+            return self.wait(ClaimReason::GitHubUnavailable, &error).await;
+        }
+        self.board.memory.trouble(&self.spec.entity, error.to_string(), made, error.retry(), now);
+        self.board.changed.notify_one();
+        self.fail(failure(FailureReason::PodRefused, &error.to_string())).await
+    }
+}

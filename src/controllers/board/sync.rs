@@ -1,0 +1,318 @@
+//! What webhooks did not tell: GitHub is asked for its runners, and for jobs that nothing was heard of.
+//!
+//! One visit at a time to each place, so that one that does not answer keeps nobody else. A list of runners serves every
+//! worker of its place, and the sweep.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::Duration,
+};
+
+use jiff::{SignedDuration, Timestamp};
+use kube::{Api, ResourceExt, api::ListParams, runtime::reflector::ObjectRef};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    super::reference,
+    Board, LOOK_AGAIN,
+    accounts::{Account, AccountError, Place},
+    demand::until,
+    memory::lock,
+};
+use crate::{
+    api::{BoardPool, Runner, RunnerClaim, RunnerPool, Worker},
+    effects::github::{GitHubError, KnownRunner, WorkflowJob},
+    plan::{
+        board_worker::{self, holds_runner},
+        capacity::is_active,
+        demand::is_open,
+        jobs::{self, JobSeen, JobState},
+        labels,
+    },
+};
+
+/// How often the runners of a place that has workers are gone through for those without one.
+const SWEEP: SignedDuration = SignedDuration::from_mins(10);
+/// How soon after the start, for what was left by the leader before.
+const FIRST_SWEEP: SignedDuration = SignedDuration::from_mins(1);
+/// As many strays of a place are removed at a time: a wrong view must not cost every runner.
+const STRAYS: usize = 20;
+/// As many jobs are asked for in one visit.
+const JOBS: usize = 20;
+/// The agenda is not made more often than this.
+const PAUSE: Duration = Duration::from_millis(500);
+const LAST_RETRY: Duration = Duration::from_secs(600);
+
+/// What is to be done in one place.
+#[derive(Default)]
+struct Errand {
+    installation: Option<i64>,
+    list: bool,
+    jobs: Vec<(Arc<RunnerClaim>, jiff::Timestamp)>,
+}
+
+/// What is remembered about a place.
+struct Visits {
+    swept: Timestamp,
+    /// It had a worker since.
+    used: bool,
+    installation: Option<i64>,
+    /// After failures: not before this moment.
+    not_before: Timestamp,
+    strikes: u32,
+}
+
+pub async fn run(board: Arc<Board>, stop: CancellationToken) {
+    let mut visits: HashMap<Place, Visits> = HashMap::new();
+    let mut under_way: HashSet<Place> = HashSet::new();
+    let mut tasks = JoinSet::new();
+    let mut first = true;
+    loop {
+        let now = Timestamp::now();
+        let (agenda, next) = board.agenda(&mut visits, first, now);
+        first = false;
+        for (place, errand) in agenda {
+            if visits.get(&place).is_some_and(|visits| visits.not_before > now) || !under_way.insert(place.clone()) {
+                continue;
+            }
+            let board = board.clone();
+            tasks.spawn(async move {
+                let outcome = board.visit(&place, errand).await;
+                (place, outcome)
+            });
+        }
+        let wait = next.map_or(LOOK_AGAIN, until).min(LOOK_AGAIN);
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = board.curious.notified() => {}
+            () = tokio::time::sleep(wait) => {}
+            Some(done) = tasks.join_next() => match done {
+                Ok((place, outcome)) => {
+                    under_way.remove(&place);
+                    if let Some(visits) = visits.get_mut(&place) {
+                        visits.end(&place, outcome);
+                    }
+                }
+                Err(error) => tracing::error!(%error, "a visit broke off"),
+            },
+        }
+        tokio::time::sleep(PAUSE).await;
+    }
+}
+
+impl Visits {
+    fn end(&mut self, place: &Place, outcome: Result<bool, AccountError>) {
+        let now = Timestamp::now();
+        match outcome {
+            Ok(listed) => {
+                self.strikes = 0;
+                if listed {
+                    self.swept = now;
+                }
+            }
+            Err(error) => {
+                let wait = (LOOK_AGAIN * (1 << self.strikes.min(8))).min(LAST_RETRY).max(error.retry());
+                self.not_before = now.saturating_add(wait).unwrap_or(now);
+                self.strikes += 1;
+                tracing::warn!(place = %place.scope, %error, "GitHub could not be asked");
+            }
+        }
+    }
+}
+
+impl Board {
+    /// Who is to be visited now, and when the next one may be due.
+    fn agenda(
+        &self,
+        visits: &mut HashMap<Place, Visits>,
+        first: bool,
+        now: Timestamp,
+    ) -> (HashMap<Place, Errand>, Option<Timestamp>) {
+        let mut agenda: HashMap<Place, Errand> = HashMap::new();
+        let mut next: Option<Timestamp> = None;
+        let mut later = |at: Timestamp| next = Some(next.map_or(at, |soonest| soonest.min(at)));
+        let stores = &self.context.stores;
+        for visits in visits.values_mut() {
+            visits.used &= now.duration_since(visits.swept) < SWEEP || visits.strikes > 0;
+        }
+        let workers = self.all_workers();
+        for worker in &workers {
+            let Some(spec) = &worker.spec.board else { continue };
+            let active = is_active(worker);
+            if !active && !first {
+                continue;
+            }
+            let namespace = worker.namespace().unwrap_or_default();
+            let Some(pool) = self.pool(&namespace, &worker.spec.pool) else { continue };
+            let Some(board) = pool.spec.board.as_ref() else { continue };
+            let Ok(place) = Place::of(&namespace, board, &spec.owner, spec.repository.as_deref()) else { continue };
+            let known = visits.entry(place.clone()).or_insert_with(|| Visits::new(first, now));
+            known.used = true;
+            known.installation = spec.installation_id.or(known.installation);
+            if !active || worker.metadata.deletion_timestamp.is_some() {
+                continue;
+            }
+            let Some(pod) = self.pod_of(worker) else { continue };
+            let (exam, _) = self.exam(worker, Some(board), &pod, now);
+            exam.next.into_iter().for_each(&mut later);
+            if exam.ask.is_some() {
+                agenda.entry(place).or_default().list = true;
+            }
+        }
+        let pools = stores.pools.store.state();
+        for claim in stores.claims.store.state().iter().filter(|claim| claim.spec.job.is_some() && is_open(claim)) {
+            let Some((place, board)) = place_of_claim(claim, &pools) else { continue };
+            let Some(at) = self.ask_at(claim, board, &workers) else { continue };
+            if at > now {
+                later(at);
+                continue;
+            }
+            let known = visits.entry(place.clone()).or_insert_with(|| Visits::new(false, now));
+            known.installation = claim.spec.installation_id.or(known.installation);
+            agenda
+                .entry(place)
+                .or_default()
+                .jobs
+                .push((claim.clone(), board.timeouts.stuck_queued.after(created(claim))));
+        }
+        for (place, visits) in visits.iter() {
+            let due = visits.swept.saturating_add(SWEEP).unwrap_or(Timestamp::MAX);
+            if visits.used && due <= now {
+                agenda.entry(place.clone()).or_default().list = true;
+            } else if visits.used {
+                later(due);
+            }
+            if visits.not_before > now {
+                later(visits.not_before);
+            }
+            if let Some(errand) = agenda.get_mut(place) {
+                errand.installation = visits.installation;
+            }
+        }
+        (agenda, next)
+    }
+
+    /// When GitHub is to be asked about the claim's job.
+    fn ask_at(&self, claim: &RunnerClaim, board: &BoardPool, workers: &[Arc<Worker>]) -> Option<Timestamp> {
+        let (state, ended) = self.job_of(claim)?;
+        let own = workers.iter().filter(|worker| board_worker::serves(worker, claim));
+        let own = own.filter(|worker| board_worker::state(worker).is_over());
+        let ended = match state {
+            JobState::Queued => own.filter_map(|worker| board_worker::since(worker)).max(),
+            JobState::Running => ended,
+            JobState::Completed | JobState::Gone | JobState::Stuck => return None,
+        };
+        jobs::ask_at(claim, self.memory.job(claim).as_ref(), ended, board.timeouts.stuck_queued)
+    }
+
+    /// Says whether the runners were listed.
+    async fn visit(&self, place: &Place, errand: Errand) -> Result<bool, AccountError> {
+        let account = self.account_at(place, errand.installation).await?;
+        if errand.list {
+            let (github, at) = (&self.context.github, Timestamp::now());
+            let runners = github.runners(&account.credentials, &account.scope, &place.group).await?;
+            tracing::debug!(place = %place.scope, runners = runners.len(), "runners were listed");
+            self.memory.list(place.clone(), at, &runners);
+            for worker in self.all_workers().iter().filter(|worker| worker.spec.board.is_some() && is_active(worker)) {
+                let _ = self.workers.send(reference(&worker.namespace().unwrap_or_default(), &worker.name_any()));
+            }
+            self.sweep(&account, runners).await?;
+        }
+        for (claim, stuck_at) in errand.jobs.into_iter().take(JOBS) {
+            self.ask(&account, &claim, stuck_at).await?;
+        }
+        Ok(errand.list)
+    }
+
+    /// Removes runners of ours that no worker stands for. Others' are never touched, nor are busy ones.
+    async fn sweep(&self, account: &Account, runners: Vec<KnownRunner>) -> Result<(), AccountError> {
+        let workers = self.all_workers();
+        let live: HashSet<_> = workers
+            .iter()
+            .filter(|worker| is_active(worker) || holds_runner(worker))
+            .map(|worker| worker.name_any())
+            .collect();
+        let strays = runners
+            .into_iter()
+            .filter(|runner| runner.name.starts_with(&self.prefix) && !runner.busy && !live.contains(&runner.name));
+        for runner in strays.take(STRAYS) {
+            // The cache may be behind; the API server is not.
+            match self.is_live(&runner.name).await {
+                Ok(false) => {}
+                Ok(true) => continue,
+                Err(error) => {
+                    tracing::warn!(%error, "whether a runner has a worker cannot be told");
+                    return Ok(());
+                }
+            }
+            let removal = self.context.github.delete_runner(&account.credentials, &account.scope, runner.id).await?;
+            tracing::info!(runner = runner.name, place = %account.scope, ?removal, "a runner without a worker");
+        }
+        Ok(())
+    }
+
+    async fn is_live(&self, name: &str) -> kube::Result<bool> {
+        let client = self.context.client.clone();
+        let api: Api<Worker> = match &self.context.settings.namespace {
+            Some(namespace) => Api::namespaced(client, namespace),
+            None => Api::all(client),
+        };
+        let found = api.list(&ListParams::default().fields(&format!("metadata.name={name}"))).await?;
+        Ok(found.items.iter().any(|worker| is_active(worker) || holds_runner(worker)))
+    }
+
+    async fn ask(&self, account: &Account, claim: &Arc<RunnerClaim>, stuck_at: Timestamp) -> Result<(), AccountError> {
+        let (Some(uid), Some(job)) = (claim.uid(), claim.spec.job.as_ref()) else { return Ok(()) };
+        let Some(repository) = claim.spec.repository.as_deref() else { return Ok(()) };
+        let (github, at) = (&self.context.github, Timestamp::now());
+        let seen = match github.job(&account.credentials, repository, job.id).await {
+            Ok(job) => {
+                let mut state = job_state(&job);
+                if state == JobState::Queued
+                    && at >= stuck_at
+                    && github.run_is_over(&account.credentials, repository, job.run_id).await?
+                {
+                    state = JobState::Stuck;
+                }
+                let runner = job.runner_name.filter(|name| !name.is_empty());
+                JobSeen { state, runner: runner.map(|name| Runner { id: job.runner_id, name }), at }
+            }
+            Err(GitHubError::NotFound(_)) => JobSeen { state: JobState::Gone, runner: None, at },
+            Err(error) => return Err(error.into()),
+        };
+        lock(&self.memory.jobs).insert(uid, seen);
+        self.changed.notify_one();
+        let _ = self.claims.send(ObjectRef::from_obj(&**claim));
+        Ok(())
+    }
+}
+
+impl Visits {
+    fn new(first: bool, now: Timestamp) -> Self {
+        let swept = if first { now - SWEEP + FIRST_SWEEP } else { now };
+        Self { swept, used: false, installation: None, not_before: Timestamp::UNIX_EPOCH, strikes: 0 }
+    }
+}
+
+fn place_of_claim<'a>(claim: &RunnerClaim, pools: &'a [Arc<RunnerPool>]) -> Option<(Place, &'a BoardPool)> {
+    let here = pools.iter().filter(|pool| pool.namespace() == claim.namespace()).map(Arc::as_ref);
+    let pool = labels::select(claim, here).ok()?;
+    let board = pool.spec.board.as_ref()?;
+    let place = Place::of(&claim.namespace()?, board, claim.spec.owner.as_ref()?, claim.spec.repository.as_deref());
+    Some((place.ok()?, board))
+}
+
+fn created(claim: &RunnerClaim) -> Timestamp {
+    claim.metadata.creation_timestamp.as_ref().map_or(Timestamp::UNIX_EPOCH, |time| time.0)
+}
+
+fn job_state(job: &WorkflowJob) -> JobState {
+    match job.status.as_str() {
+        "completed" => JobState::Completed,
+        "in_progress" => JobState::Running,
+        // `queued`, and the states before it: `waiting`, `pending`, `requested`.
+        _ => JobState::Queued,
+    }
+}
