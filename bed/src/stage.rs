@@ -97,6 +97,11 @@ impl Stage {
         Ok(Self { kube, aws, github, machines, app, agent, dir, operator_kubeconfig })
     }
 
+    /// The GitHub App that the operator acts as.
+    pub fn app_id(&self) -> u64 {
+        self.app.id
+    }
+
     pub fn dir(&self) -> &Path {
         &self.dir
     }

@@ -1,138 +1,25 @@
 //! The board path: a real kubelet runs the pods, and the runner inside takes jobs from the simulated GitHub.
 
-use std::path::Path;
-
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::core::v1::{Pod, Secret};
 use kube::{
     ResourceExt,
     api::{DeleteParams, ListParams, Patch, PatchParams},
 };
-use paddock::api::{ClaimPhase, READY, RunnerClaim, RunnerPool, Worker, WorkerState};
-use paddock_bed::{
-    device_plugin::DevicePlugin,
-    github::{Conclusion, Effect, Fault, JobRequest, Status},
-    image::runner_image,
-    node::Node,
-    stage::{CREDENTIALS, ORGANIZATION, REPOSITORY, binary},
-};
+use paddock::api::{ClaimPhase, RunnerClaim, RunnerPool, Worker, WorkerState};
+use paddock_bed::github::{Conclusion, Effect, Fault};
 use serde_json::{Value, json};
-use tokio::sync::OnceCell;
 
-use crate::support::World;
+use crate::{
+    boards::{BOARD, Boards, message},
+    support::World,
+};
 
-pub const BOARD: &str = "test-board";
-pub const IMAGE: &str = "paddock-bed/runner:1";
 const JIT_CONFIG: &str = "/orgs/acme/actions/runners/generate-jitconfig";
-
-/// The one real node; it ends with the bed.
-static NODE: OnceCell<Node> = OnceCell::const_new();
-
-/// A namespace with a pool of its own: its jobs have a label, and its slots a resource, that no other test has.
-struct Boards<'a> {
-    world: &'a World,
-    namespace: String,
-    label: String,
-    _plugin: DevicePlugin,
-}
-
-impl<'a> Boards<'a> {
-    async fn new(world: &'a World, slots: u32) -> Result<Self> {
-        let node = node(world).await?;
-        let namespace = world.namespace().await?;
-        let (label, resource) = (format!("rv-{namespace}"), format!("paddock.test/{namespace}"));
-        let plugin = DevicePlugin::start(&world.stage.kube, node, BOARD, &resource, slots).await?;
-        let pool = json!({
-            "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerPool",
-            "metadata": { "name": "riscv", "namespace": namespace },
-            "spec": { "board": {
-                "board": BOARD, "labels": [[label]], "image": IMAGE, "resourceName": resource,
-                "github": { "credentialsRef": { "name": CREDENTIALS }, "runnerGroup": "Boards" },
-            } },
-        });
-        world.stage.kube.apply(&pool.to_string()).await?;
-        let free = |pool: &RunnerPool| pool.status.as_ref().and_then(|status| Some(status.slots.as_ref()?.free));
-        world.until::<RunnerPool>(&namespace, "riscv", "free", |pool| free(pool) == Some(slots)).await?;
-        Ok(Self { world, namespace, label, _plugin: plugin })
-    }
-
-    async fn claim(&self, name: &str) -> Result<()> {
-        let github = &self.world.stage.github;
-        let (owner, repository) =
-            (github.organization(ORGANIZATION), github.repository(ORGANIZATION, REPOSITORY, true)?);
-        let claim = json!({
-            "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerClaim",
-            "metadata": { "name": name, "namespace": self.namespace },
-            "spec": {
-                "runId": "1", "labels": [self.label], "repository": format!("{ORGANIZATION}/{REPOSITORY}"),
-                "repositoryId": repository.id,
-                "owner": { "id": owner.id, "login": owner.login, "type": "Organization" },
-            },
-        });
-        self.world.stage.kube.apply(&claim.to_string()).await
-    }
-
-    fn job(&self, duration_ms: Option<u64>) -> Result<u64> {
-        let request = JobRequest {
-            owner: ORGANIZATION.into(),
-            repo: REPOSITORY.into(),
-            labels: vec![self.label.clone()],
-            duration_ms,
-            ..JobRequest::default()
-        };
-        Ok(self.world.stage.github.queue_job(request)?.id)
-    }
-
-    async fn until_claim(&self, name: &str, phase: ClaimPhase) -> Result<RunnerClaim> {
-        let is = |claim: &RunnerClaim| claim.status.as_ref().and_then(|status| status.phase) == Some(phase);
-        self.world.until(&self.namespace, name, phase.as_str(), is).await
-    }
-
-    async fn until_worker(&self, name: &str, state: WorkerState) -> Result<Worker> {
-        let is = |worker: &Worker| worker.status.as_ref().and_then(|status| status.state) == Some(state);
-        self.world.until(&self.namespace, name, state.as_str(), is).await
-    }
-
-    /// The name of the claim's only worker.
-    fn worker_of(&self, claim: &RunnerClaim) -> Result<String> {
-        let workers = claim.status.as_ref().map(|status| status.workers.as_slice()).unwrap_or_default();
-        ensure!(workers.len() == 1, "one worker, not {workers:?}");
-        Ok(workers[0].name.clone())
-    }
-
-    async fn until_taken(&self, job: u64) -> Result<String> {
-        let github = &self.world.stage.github;
-        let deadline = std::time::Duration::from_secs(60);
-        let job = github.until_job(job, deadline, |job| job.status == Status::InProgress && job.heard).await?;
-        Ok(job.taken_by.context("somebody runs it")?.runner_name)
-    }
-
-    async fn until_no_runner(&self, name: &str) -> Result<()> {
-        let github = &self.world.stage.github;
-        self.world.until_true(&format!("runner {name} is gone"), async || Ok(github.runner(name).is_none())).await
-    }
-}
-
-pub async fn node(world: &World) -> Result<&'static Node> {
-    NODE.get_or_try_init(|| start_node(world)).await
-}
-
-async fn start_node(world: &World) -> Result<Node> {
-    let node = Node::start(&world.stage.kube, "board-1", &[]).await?;
-    let archive = world.stage.dir().join("runner.tar");
-    runner_image(IMAGE, Path::new(&binary("paddock-bed-runner")?), &["jit"])?.write(&archive)?;
-    node.import_image(&archive).await?;
-    Ok(node)
-}
-
-fn message(claim: &RunnerClaim) -> &str {
-    let conditions = claim.status.as_ref().map(|status| status.conditions.as_slice()).unwrap_or_default();
-    conditions.iter().find(|condition| condition.type_ == READY).map_or("", |condition| &condition.message)
-}
 
 /// A claim gets a pod on the board, its runner takes a job, and when the job is done nothing is left but records.
 pub async fn claim_runs_a_job_on_the_board(world: &World) -> Result<()> {
-    let boards = Boards::new(world, 1).await?;
+    let boards = Boards::real(world, 1).await?;
     boards.claim("build").await?;
     let claim = boards.until_claim("build", ClaimPhase::Ready).await?;
     let name = boards.worker_of(&claim)?;
@@ -173,7 +60,7 @@ pub async fn claim_runs_a_job_on_the_board(world: &World) -> Result<()> {
 
 /// I7: with one slot the second claim waits, says for what, and gets the slot when it is free.
 pub async fn second_claim_waits_for_the_slot(world: &World) -> Result<()> {
-    let boards = Boards::new(world, 1).await?;
+    let boards = Boards::real(world, 1).await?;
     boards.claim("a-first").await?;
     boards.until_claim("a-first", ClaimPhase::Ready).await?;
     boards.claim("b-second").await?;
@@ -189,7 +76,7 @@ pub async fn second_claim_waits_for_the_slot(world: &World) -> Result<()> {
 
 /// I8: deleting a claim leaves its busy runner alone, and finishes when the job does.
 pub async fn busy_worker_outlives_the_deletion_of_its_claim(world: &World) -> Result<()> {
-    let boards = Boards::new(world, 1).await?;
+    let boards = Boards::real(world, 1).await?;
     boards.claim("build").await?;
     let claim = boards.until_claim("build", ClaimPhase::Ready).await?;
     let name = boards.worker_of(&claim)?;
@@ -210,7 +97,7 @@ pub async fn busy_worker_outlives_the_deletion_of_its_claim(world: &World) -> Re
 
 /// An idle runner goes with its claim, at GitHub first.
 pub async fn deleted_claim_takes_its_idle_runner_along(world: &World) -> Result<()> {
-    let boards = Boards::new(world, 1).await?;
+    let boards = Boards::real(world, 1).await?;
     boards.claim("build").await?;
     let claim = boards.until_claim("build", ClaimPhase::Ready).await?;
     let name = boards.worker_of(&claim)?;
@@ -225,7 +112,7 @@ pub async fn deleted_claim_takes_its_idle_runner_along(world: &World) -> Result<
 
 /// I1, I2: a JIT config whose answer was lost leaves a runner that nobody can be; it makes room for another.
 pub async fn lost_jit_config_is_replaced(world: &World) -> Result<()> {
-    let boards = Boards::new(world, 1).await?;
+    let boards = Boards::real(world, 1).await?;
     world.stage.github.fault(Fault::new("POST", JIT_CONFIG, Effect::LostResponse).times(1));
     boards.claim("build").await?;
     let claim = boards.until_claim("build", ClaimPhase::Ready).await?;
@@ -242,7 +129,7 @@ pub async fn lost_jit_config_is_replaced(world: &World) -> Result<()> {
 
 /// A pod that fails says how, and another worker takes its place.
 pub async fn failed_pod_is_explained_and_replaced(world: &World) -> Result<()> {
-    let boards = Boards::new(world, 1).await?;
+    let boards = Boards::real(world, 1).await?;
     boards.claim("build").await?;
     let claim = boards.until_claim("build", ClaimPhase::Ready).await?;
     let name = boards.worker_of(&claim)?;

@@ -17,7 +17,7 @@ use paddock_bed::{
 use serde_json::{Value, json};
 
 use crate::{
-    board::{BOARD, IMAGE, node},
+    boards::{BOARD, IMAGE, node},
     support::World,
 };
 

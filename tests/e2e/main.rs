@@ -4,6 +4,9 @@
 //! test has a Kubernetes namespace for itself.
 
 mod board;
+mod board_health;
+mod board_jobs;
+mod boards;
 mod canary;
 mod device_plugin;
 mod ec2;
@@ -21,7 +24,7 @@ use anyhow::Result;
 use libtest_mimic::{Arguments, Trial};
 use paddock_bed::{
     isolate::{self, Options},
-    node,
+    kwok, node,
     stage::{Stage, TOOLS},
 };
 use support::{Test, World};
@@ -60,7 +63,10 @@ fn main() -> ExitCode {
 }
 
 fn start() -> Result<Arc<World>> {
-    let isolated = isolate::enter(Options { tools: &[TOOLS, &node::TOOLS, &["github-schemas"]].concat(), listen: 0 })?;
+    let isolated = isolate::enter(Options {
+        tools: &[TOOLS, &node::TOOLS, &kwok::TOOLS, &["github-schemas"]].concat(),
+        listen: 0,
+    })?;
     let runtime = tokio::runtime::Runtime::new()?;
     let (stage, operator) = runtime.block_on(async {
         let stage = Stage::start(&isolated, true).await?;
@@ -123,6 +129,24 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2_pool::i3_an_idle_machine_that_does_not_fit_stays_for_others,
         ec2_pool::poisoned_messages_are_dropped_and_the_next_one_tried,
         ec2_pool::scripts_and_run_ids_are_data_whatever_they_contain,
+        board_health::a_pod_that_never_starts_is_given_up,
+        board_health::a_runner_that_never_registers_is_replaced,
+        board_health::a_runner_without_a_job_is_given_up,
+        board_health::i8_a_busy_runner_is_never_given_up,
+        board_health::i8_github_refuses_to_remove_a_busy_runner,
+        board_health::a_lost_node_fails_its_worker_and_another_takes_over,
+        board_health::a_worker_without_a_pod_is_over_and_replaced,
+        board_health::i2_a_runner_without_a_worker_is_swept,
+        board_jobs::a_claim_follows_its_job,
+        board_jobs::a_job_cancelled_before_provisioning_makes_no_pod,
+        board_jobs::a_job_cancelled_after_provisioning_frees_its_slot,
+        board_jobs::a_runner_that_takes_another_job_leaves_none_waiting,
+        board_jobs::jobs_that_will_never_run_fail,
+        board_jobs::a_personal_account_is_served,
+        board_jobs::i7_an_owner_at_its_cap_waits,
+        board_jobs::an_owner_without_the_app_is_told_and_harms_nobody,
+        board_jobs::i12_an_owner_that_hangs_delays_nobody_else,
+        board_jobs::a_claim_for_two_by_hand,
     );
     let alone = trials!(play_alone:
         operator::i5_killed_in_the_middle_of_a_claim,
