@@ -1,15 +1,15 @@
 //! One watch and one cache per kind, shared by every controller and page.
 
-use std::{fmt::Debug, sync::Arc};
+use std::{fmt::Debug, mem::take, sync::Arc};
 
 use futures::{Stream, StreamExt, stream};
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::{Container, Node, NodeStatus, Pod, PodSpec};
 use kube::{
     Api, Client, Resource, ResourceExt,
     core::NamespaceResourceScope,
     runtime::{
         WatchStreamExt,
-        reflector::{self, Store},
+        reflector::{self, ObjectRef, Store},
         watcher,
     },
 };
@@ -21,8 +21,9 @@ use tokio::sync::{
 
 use crate::api::{APP, LABEL_APP, RunnerClaim, RunnerPool, Worker};
 
-/// Changes a slow subscriber may fall behind by before it is shown everything anew.
-const BACKLOG: usize = 1024;
+/// Changes a slow subscriber may fall behind by before it is shown everything anew. Each is kept in memory until as many
+/// came after it.
+const BACKLOG: usize = 256;
 
 /// A kind that is watched: its cache, and the stream of its changes.
 pub struct Watched<K: Resource<DynamicType = ()> + Clone + 'static> {
@@ -40,19 +41,24 @@ impl<K> Watched<K>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
 {
-    /// Starts watching; the watch ends with the runtime.
-    fn start(api: Api<K>, config: watcher::Config) -> Self {
+    /// Starts watching; the watch ends with the runtime. `trim` drops what nobody here reads.
+    fn start(api: Api<K>, config: watcher::Config, trim: fn(&mut K)) -> Self {
         let (store, writer) = reflector::store();
         let changes = broadcast::Sender::new(BACKLOG);
         let (sender, shown) = (changes.clone(), store.clone());
-        let events =
-            watcher(api, config).default_backoff().modify(|object| object.managed_fields_mut().clear()).reflect(writer);
+        let trim_all = move |object: &mut K| {
+            object.managed_fields_mut().clear();
+            trim(object);
+        };
+        let events = watcher(api, config).default_backoff().modify(trim_all).reflect(writer);
         tokio::spawn(events.for_each(move |event| {
             match event {
                 // No subscriber is no error: a follower has none.
-                Ok(watcher::Event::Apply(object) | watcher::Event::Delete(object)) => {
-                    let _ = sender.send(Arc::new(object));
+                Ok(watcher::Event::Apply(object)) => {
+                    let shared = shown.get(&ObjectRef::from_obj(&object));
+                    let _ = sender.send(shared.unwrap_or_else(|| Arc::new(object)));
                 }
+                Ok(watcher::Event::Delete(object)) => drop(sender.send(Arc::new(object))),
                 // A list shows in the cache when it is complete, not before.
                 Ok(watcher::Event::Init | watcher::Event::InitApply(_)) => {}
                 Ok(watcher::Event::InitDone) => {
@@ -101,12 +107,13 @@ impl Stores {
     pub fn start(client: &Client, namespace: Option<&str>) -> Self {
         let all = watcher::Config::default;
         let (pools, claims, workers) = (
-            Watched::<RunnerPool>::start(scoped(client, namespace), all()),
-            Watched::<RunnerClaim>::start(scoped(client, namespace), all()),
-            Watched::<Worker>::start(scoped(client, namespace), all()),
+            Watched::<RunnerPool>::start(scoped(client, namespace), all(), forget_applied),
+            Watched::<RunnerClaim>::start(scoped(client, namespace), all(), forget_applied),
+            Watched::<Worker>::start(scoped(client, namespace), all(), |_| ()),
         );
-        let pods = Watched::<Pod>::start(scoped(client, namespace), all().labels(&format!("{LABEL_APP}={APP}")));
-        let nodes = Watched::<Node>::start(Api::all(client.clone()), all());
+        let runners = all().labels(&format!("{LABEL_APP}={APP}"));
+        let pods = Watched::<Pod>::start(scoped(client, namespace), runners, trim_pod);
+        let nodes = Watched::<Node>::start(Api::all(client.clone()), all(), trim_node);
         // One task waits for all: a store wakes only the last one who waits for it.
         let (filling, filled) = watch::channel(false);
         let stores = Self { pools, claims, workers, pods, nodes, filled };
@@ -141,6 +148,38 @@ impl Stores {
     }
 }
 
+/// What `kubectl apply` leaves of the object it applied, as text.
+fn forget_applied<K: Resource>(object: &mut K) {
+    object.annotations_mut().remove("kubectl.kubernetes.io/last-applied-configuration");
+}
+
+/// Of a pod, who and where it is, what it asks for and how it fares.
+fn trim_pod(pod: &mut Pod) {
+    if let Some(spec) = &mut pod.spec {
+        let trim = |container: Container| Container {
+            name: container.name,
+            resources: container.resources,
+            ..Container::default()
+        };
+        *spec = PodSpec {
+            node_name: take(&mut spec.node_name),
+            active_deadline_seconds: spec.active_deadline_seconds,
+            containers: take(&mut spec.containers).into_iter().map(trim).collect(),
+            ..PodSpec::default()
+        };
+    }
+}
+
+/// Of a node, what pods can get there and whether any should go there; not the images, addresses and volumes.
+fn trim_node(node: &mut Node) {
+    node.annotations_mut().clear();
+    if let Some(status) = &mut node.status {
+        let (allocatable, conditions) = (take(&mut status.allocatable), take(&mut status.conditions));
+        let ready = conditions.map(|all| all.into_iter().filter(|condition| condition.type_ == "Ready").collect());
+        *status = NodeStatus { allocatable, conditions: ready, ..NodeStatus::default() };
+    }
+}
+
 fn scoped<K>(client: &Client, namespace: Option<&str>) -> Api<K>
 where
     K: Resource<DynamicType = (), Scope = NamespaceResourceScope>,
@@ -148,5 +187,51 @@ where
     match namespace {
         Some(namespace) => Api::namespaced(client.clone(), namespace),
         None => Api::all(client.clone()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_trimmed_pod_keeps_what_plans_read() {
+        let mut pod: Pod = serde_json::from_value(json!({
+            "metadata": { "name": "a", "annotations": { "a": "b" } },
+            "spec": {
+                "nodeName": "n", "activeDeadlineSeconds": 1, "volumes": [{ "name": "v" }],
+                "containers": [{ "name": "c", "image": "i", "resources": { "limits": { "x/y": "1" } } }],
+            },
+            "status": { "phase": "Running", "reason": "r" },
+        }))
+        .unwrap();
+        let whole = pod.clone();
+        trim_pod(&mut pod);
+        let expected = json!({
+            "nodeName": "n", "activeDeadlineSeconds": 1,
+            "containers": [{ "name": "c", "resources": { "limits": { "x/y": "1" } } }],
+        });
+        assert_eq!(json!(pod.spec), expected);
+        assert_eq!((pod.metadata, pod.status), (whole.metadata, whole.status));
+    }
+
+    #[test]
+    fn a_trimmed_node_keeps_what_plans_read() {
+        let mut node: Node = serde_json::from_value(json!({
+            "metadata": { "name": "n", "labels": { "l": "v" }, "annotations": { "a": "b" } },
+            "spec": { "unschedulable": true, "taints": [{ "key": "k", "effect": "NoSchedule" }] },
+            "status": {
+                "allocatable": { "x/y": "1" }, "capacity": { "x/y": "1" }, "images": [{ "names": ["i"] }],
+                "conditions": [{ "type": "Ready", "status": "True" }, { "type": "DiskPressure", "status": "False" }],
+            },
+        }))
+        .unwrap();
+        let whole = node.clone();
+        trim_node(&mut node);
+        let expected = json!({ "allocatable": { "x/y": "1" }, "conditions": [{ "type": "Ready", "status": "True" }] });
+        assert_eq!(json!(node.status), expected);
+        assert_eq!((&node.spec, &node.metadata.labels), (&whole.spec, &whole.metadata.labels));
     }
 }
