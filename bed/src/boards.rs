@@ -20,17 +20,17 @@ use kube::{
 use serde_json::json;
 use tokio::task::AbortHandle;
 
-use crate::{github::Control, kube::ControlPlane, kwok::SimulatedNodes};
+use crate::{github::Control, kwok::SimulatedNodes};
 
-/// The label that every runner pod has.
-const RUNNER_PODS: &str = "app=rise-riscv-runner";
+const LABEL_BOARD: &str = "riseproject.dev/board";
 /// How often the played runners are looked at.
 const LOOK: Duration = Duration::from_millis(50);
+/// Until a busy API server is asked again.
+const RETRY: Duration = Duration::from_secs(1);
 
 pub struct Boards {
     pods: Arc<Mutex<HashMap<String, Seen>>>,
     task: AbortHandle,
-    _nodes: SimulatedNodes,
 }
 
 /// A runner pod, by its name, as it was last seen.
@@ -38,11 +38,27 @@ pub struct Boards {
 pub struct Seen {
     pub pod: Arc<Pod>,
     pub first: Instant,
-    /// Its runner was played.
-    played: bool,
+    runner: Runner,
+}
+
+/// What of a pod's runner was played.
+#[derive(Clone, Copy, PartialEq)]
+enum Runner {
+    NotYet,
+    Online,
+    Left,
 }
 
 impl Seen {
+    pub fn node(&self) -> Option<&str> {
+        self.pod.spec.as_ref()?.node_name.as_deref()
+    }
+
+    /// The claim that it was made for.
+    pub fn claim(&self) -> &str {
+        self.pod.labels().get("paddock.dev/claim").map_or("", String::as_str)
+    }
+
     pub fn phase(&self) -> &str {
         self.pod.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or_default()
     }
@@ -54,23 +70,19 @@ impl Seen {
 }
 
 impl Boards {
-    /// Starts `nodes` nodes with one slot of `resource` each and this label, and plays the runners of the pods there.
-    pub async fn start(
-        plane: &ControlPlane,
-        github: Control,
-        nodes: usize,
-        label: (&str, &str),
-        resource: &str,
-    ) -> Result<Self> {
-        let simulated = SimulatedNodes::start(plane).await?;
-        let prefix = format!("{}-", label.1);
-        simulated.add(label.1, nodes, &[label], &[(resource, "1")]).await?;
-        let pods: Arc<Mutex<HashMap<String, Seen>>> = Arc::default();
-        let task = tokio::spawn(play(plane.client(), github, pods.clone(), prefix)).abort_handle();
-        Ok(Self { pods, task, _nodes: simulated })
+    /// Adds nodes called after the board, with one slot of `resource` each and the label of the board.
+    pub async fn add(nodes: &SimulatedNodes, board: &str, count: usize, resource: &str) -> Result<()> {
+        nodes.add(board, count, &[(LABEL_BOARD, board)], &[(resource, "1")]).await
     }
 
-    /// Every runner pod that there is, and when it was first seen.
+    /// Plays the runners of the pods on nodes of this board.
+    pub fn play(client: Client, github: Control, board: &str) -> Self {
+        let pods: Arc<Mutex<HashMap<String, Seen>>> = Arc::default();
+        let task = tokio::spawn(play(client, github, pods.clone(), board.to_owned())).abort_handle();
+        Self { pods, task }
+    }
+
+    /// The runner pods of this board, by their names.
     pub fn pods<R>(&self, look: impl FnOnce(&HashMap<String, Seen>) -> R) -> R {
         look(&self.pods.lock().expect("nobody panics while it is held"))
     }
@@ -82,9 +94,10 @@ impl Drop for Boards {
     }
 }
 
-async fn play(client: Client, github: Control, pods: Arc<Mutex<HashMap<String, Seen>>>, prefix: String) {
+async fn play(client: Client, github: Control, pods: Arc<Mutex<HashMap<String, Seen>>>, board: String) {
     let all: Api<Pod> = Api::all(client.clone());
-    let mut events = watcher(all, watcher::Config::default().labels(RUNNER_PODS)).boxed();
+    let ours = watcher::Config::default().labels(&format!("{LABEL_BOARD}={board}"));
+    let mut events = watcher(all, ours).boxed();
     let mut look = tokio::time::interval(LOOK);
     loop {
         tokio::select! {
@@ -96,7 +109,7 @@ async fn play(client: Client, github: Control, pods: Arc<Mutex<HashMap<String, S
                 None => return,
             },
             _ = look.tick() => {
-                for pod in step(&pods, &github, &prefix) {
+                for pod in step(&pods, &github) {
                     tokio::spawn(succeed(client.clone(), pod));
                 }
             }
@@ -111,24 +124,26 @@ fn lock(pods: &Mutex<HashMap<String, Seen>>) -> std::sync::MutexGuard<'_, HashMa
 fn see(pods: &Mutex<HashMap<String, Seen>>, pod: Pod) {
     let (name, pod) = (pod.name_any(), Arc::new(pod));
     let mut pods = lock(pods);
-    let (first, played) = pods.get(&name).map_or((Instant::now(), false), |seen| (seen.first, seen.played));
-    pods.insert(name, Seen { pod, first, played });
+    let known = pods.get(&name).filter(|seen| seen.pod.metadata.uid == pod.metadata.uid);
+    let (first, runner) = known.map_or((Instant::now(), Runner::NotYet), |seen| (seen.first, seen.runner));
+    pods.insert(name, Seen { pod, first, runner });
 }
 
 /// Plays the runners of pods that have started, and gives the pods whose runner has left.
-fn step(pods: &Mutex<HashMap<String, Seen>>, github: &Control, prefix: &str) -> Vec<Arc<Pod>> {
+fn step(pods: &Mutex<HashMap<String, Seen>>, github: &Control) -> Vec<Arc<Pod>> {
     let here: HashSet<String> = github.runners().into_iter().map(|runner| runner.name.to_lowercase()).collect();
     let mut left = Vec::new();
     for (name, seen) in lock(pods).iter_mut().filter(|(_, seen)| seen.phase() == "Running") {
-        let node = seen.pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or_default();
-        if !node.starts_with(prefix) {
-            continue;
-        }
-        if !seen.played {
-            // One whose runner was removed meanwhile ends like one that has left.
-            seen.played = github.play_runner(name).is_ok() || !here.contains(name);
-        } else if !here.contains(name) {
-            left.push(seen.pod.clone());
+        match seen.runner {
+            Runner::NotYet => {
+                let _ = github.play_runner(name); // one that was removed meanwhile has left
+                seen.runner = Runner::Online;
+            }
+            Runner::Online if !here.contains(name) => {
+                seen.runner = Runner::Left;
+                left.push(seen.pod.clone());
+            }
+            Runner::Online | Runner::Left => {}
         }
     }
     left
@@ -136,7 +151,13 @@ fn step(pods: &Mutex<HashMap<String, Seen>>, github: &Control, prefix: &str) -> 
 
 async fn succeed(client: Client, pod: Arc<Pod>) {
     let api: Api<Pod> = Api::namespaced(client, &pod.namespace().unwrap_or_default());
-    let status = json!({ "status": { "phase": "Succeeded" } });
-    // One that is gone needs nothing; what failed is tried at the next look.
-    let _ = api.patch_status(&pod.name_any(), &PatchParams::default(), &Patch::Merge(status)).await;
+    let status = Patch::Merge(json!({ "status": { "phase": "Succeeded" } }));
+    loop {
+        match api.patch_status(&pod.name_any(), &PatchParams::default(), &status).await {
+            Ok(_) => return,
+            Err(kube::Error::Api(answer)) if answer.is_not_found() => return,
+            Err(error) => eprintln!("pod {} cannot end: {error}", pod.name_any()),
+        }
+        tokio::time::sleep(RETRY).await;
+    }
 }

@@ -177,12 +177,7 @@ impl Stage {
             .env("KUBECONFIG", &self.operator_kubeconfig)
             .env("HOSTNAME", name)
             .envs(self.aws.env());
-        let process = Process::spawn(name, command, &self.dir.join("operator"))?;
-        let mut operator = Operator { process, address };
-        let url = format!("{}/readyz", operator.url());
-        let ready = async || reqwest::get(&url).await.is_ok_and(|answer| answer.status().is_success());
-        operator.process.until_ready(Duration::from_secs(60), ready).await?;
-        Ok(operator)
+        Operator::start(name, command, &self.dir.join("operator"), address).await
     }
 }
 
@@ -193,6 +188,26 @@ pub struct Operator {
 }
 
 impl Operator {
+    /// Starts `paddock run`, told to listen at `address`, and waits until it answers.
+    pub async fn start(name: &str, command: Command, log_dir: &Path, address: SocketAddr) -> Result<Self> {
+        let mut operator = Self { process: Process::spawn(name, command, log_dir)?, address };
+        let url = format!("{}/readyz", operator.url());
+        let ready = async || reqwest::get(&url).await.is_ok_and(|answer| answer.status().is_success());
+        operator.process.until_ready(Duration::from_secs(60), ready).await?;
+        Ok(operator)
+    }
+
+    /// The memory that it holds, in KiB: all of it, and what is not mapped from its program file.
+    pub fn memory(&self) -> Result<(u64, u64)> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.pid()))?;
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name));
+            let kib = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+            kib.with_context(|| format!("no {name} among\n{status}"))
+        };
+        Ok((field("VmRSS:")?, field("RssAnon:")?))
+    }
+
     /// Where its pages are.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)

@@ -17,6 +17,7 @@ use super::{
     claims::Claims,
     hand::{Hand, dynamodb},
     report::{Report, Rest},
+    since, writes,
 };
 use crate::{
     aws::Calls,
@@ -234,48 +235,22 @@ impl Bench {
     async fn rest(&self) -> Result<Rest> {
         // The Workers follow their machines; when nothing was written for a while, they have arrived.
         let start = Instant::now();
-        let mut before = self.writes().await?;
+        let mut before = writes(&self.stage.kube).await?;
         loop {
             tokio::time::sleep(Duration::from_secs(3)).await;
-            let now = self.writes().await?;
+            let now = writes(&self.stage.kube).await?;
             if now == before || start.elapsed() > DEADLINE {
                 break;
             }
             before = now;
         }
         let settled = start.elapsed();
-        let before = self.writes().await?;
+        let before = writes(&self.stage.kube).await?;
         self.stage.aws.reset_calls();
         tokio::time::sleep(REST).await;
         let calls = self.stage.aws.calls();
-        let mut writes = self.writes().await?;
-        writes.retain(|what, count| {
-            *count -= before.get(what).copied().unwrap_or(0);
-            *count > 0
-        });
+        let writes = since(&before, writes(&self.stage.kube).await?);
         Ok(Rest { settled, writes, calls })
-    }
-
-    /// How often each kind of Paddock's, and events, were written since the API server started.
-    async fn writes(&self) -> Result<BTreeMap<String, u64>> {
-        let request = axum::http::Request::get("/metrics").body(Vec::new())?;
-        let text = self.stage.kube.client().request_text(request).await?;
-        let mut writes = BTreeMap::new();
-        for line in text.lines().filter(|line| line.starts_with("apiserver_request_total{")) {
-            let label = |name: &str| {
-                let (_, rest) = line.split_once(&format!("{name}=\""))?;
-                rest.split_once('"').map(|(value, _)| value)
-            };
-            let (group, resource, verb) = (label("group"), label("resource"), label("verb"));
-            let reads = ["GET", "LIST", "WATCH", "CONNECT"];
-            let ours = group == Some("paddock.dev") || resource == Some("events");
-            if ours && !verb.is_some_and(|verb| reads.contains(&verb)) {
-                let count = line.rsplit(' ').next().and_then(|count| count.parse::<f64>().ok()).unwrap_or(0.0);
-                *writes.entry(format!("{} {}", verb.unwrap_or("?"), resource.unwrap_or("?"))).or_default() +=
-                    count as u64;
-            }
-        }
-        Ok(writes)
     }
 
     async fn until(&self, what: &str, mut true_: impl FnMut() -> bool) -> Result<()> {

@@ -1,18 +1,22 @@
 //! `make bench`: how fast Paddock is, on the bed, beside what the bed's own parts take for the same.
 
 mod agents;
+mod board_report;
+mod boards;
 mod claims;
 mod ec2;
 mod hand;
 mod report;
 
-use std::{fmt, time::Duration};
+use std::{collections::BTreeMap, fmt, time::Duration};
 
 use anyhow::Result;
 use clap::ValueEnum;
 
 use crate::{
     isolate::{self, Options},
+    kube::ControlPlane,
+    kwok,
     stage::TOOLS,
 };
 
@@ -21,23 +25,58 @@ use crate::{
 pub enum Part {
     /// The warm pool of EC2 machines
     Ec2,
+    /// Boards: from a webhook to a pod, alone and in bursts
+    Boards,
 }
 
 /// Measures the given parts, or all.
 pub fn run(parts: &[Part]) -> Result<()> {
     let parts = if parts.is_empty() { Part::value_variants() } else { parts };
-    let isolated = isolate::enter(Options { tools: TOOLS, listen: 0 })?;
+    let isolated = isolate::enter(Options { tools: &[TOOLS, &kwok::TOOLS].concat(), listen: 0 })?;
     tokio::runtime::Runtime::new()?.block_on(async {
         for part in parts {
             match part {
                 Part::Ec2 => ec2::run(&isolated).await?,
+                Part::Boards => boards::run(&isolated).await?,
             }
         }
         Ok(())
     })
 }
 
+/// How often Paddock's kinds, what it makes of them, and events were written since the API server started.
+async fn writes(plane: &ControlPlane) -> Result<BTreeMap<String, u64>> {
+    let request = axum::http::Request::get("/metrics").body(Vec::new())?;
+    let text = plane.client().request_text(request).await?;
+    let mut writes = BTreeMap::new();
+    for line in text.lines().filter(|line| line.starts_with("apiserver_request_total{")) {
+        let label = |name: &str| {
+            let (_, rest) = line.split_once(&format!("{name}=\""))?;
+            rest.split_once('"').map(|(value, _)| value)
+        };
+        let (group, resource, verb) = (label("group"), label("resource"), label("verb"));
+        let reads = ["GET", "LIST", "WATCH", "CONNECT"];
+        let ours =
+            group == Some("paddock.dev") || resource.is_some_and(|it| ["events", "pods", "secrets"].contains(&it));
+        if ours && !verb.is_some_and(|verb| reads.contains(&verb)) {
+            let count = line.rsplit(' ').next().and_then(|count| count.parse::<f64>().ok()).unwrap_or(0.0);
+            *writes.entry(format!("{} {}", verb.unwrap_or("?"), resource.unwrap_or("?"))).or_default() += count as u64;
+        }
+    }
+    Ok(writes)
+}
+
+/// What came to the counts since `before`.
+fn since(before: &BTreeMap<String, u64>, mut now: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+    now.retain(|what, count| {
+        *count -= before.get(what).copied().unwrap_or(0);
+        *count > 0
+    });
+    now
+}
+
 /// Figures, sorted.
+#[derive(Default)]
 struct Spread(Vec<f64>);
 
 impl Spread {

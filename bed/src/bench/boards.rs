@@ -1,0 +1,383 @@
+//! Boards: from a job's webhook to its pod on one of 300 simulated nodes, alone, among others and in bursts; what GitHub
+//! is asked for it; and what the operator takes for itself.
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    fs,
+    net::{Ipv4Addr, SocketAddr},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use futures::{StreamExt, TryStreamExt, stream};
+use kube::{
+    Api,
+    api::{ApiResource, DynamicObject, GroupVersionKind, ListParams, ObjectMeta, Patch, PatchParams, PostParams},
+};
+use serde_json::{Value, json};
+
+use super::{
+    Spread,
+    board_report::{Delayed, Report},
+    since, writes,
+};
+use crate::{
+    boards::Boards,
+    github::{self, Conclusion, Effect, Fault, GitHub, HookSource, JobRequest, Status, signature},
+    isolate::Isolated,
+    kube::ControlPlane,
+    kwok::SimulatedNodes,
+    process::free_port,
+    stage::{Operator, binary},
+};
+
+const NAMESPACE: &str = "bench";
+const BOARD: &str = "bench-board";
+const LABEL: &str = "riscv";
+const NODES: usize = 300;
+const ORGANIZATIONS: usize = 20;
+const SINGLES: usize = 20;
+/// What the webhooks are signed with.
+const SECRET: &str = "bench";
+/// Objects of finished jobs, for the memory that they take.
+const OLD: usize = 10_000;
+/// Longer than anything takes on a slow machine.
+const DEADLINE: Duration = Duration::from_secs(300);
+/// How often this program looks whether something has come about; times are those of the watch.
+const LOOK: Duration = Duration::from_millis(5);
+const MINUTE: Duration = Duration::from_secs(60);
+const REST: Duration = Duration::from_secs(30);
+
+pub async fn run(isolated: &Isolated) -> Result<()> {
+    let began = Instant::now();
+    let say = |what: &str| eprintln!("{:4.0} s  {what}", began.elapsed().as_secs_f64());
+    say("starting the bed with 300 boards …");
+    let mut bench = Bench::start(isolated).await?;
+    let mut report = Report::default();
+    let outcome = bench.measure(&mut report, say).await;
+    // Also what was found before something went wrong.
+    println!("{report}");
+    outcome
+}
+
+struct Bench {
+    kube: ControlPlane,
+    github: GitHub,
+    boards: Boards,
+    _nodes: SimulatedNodes,
+    app: u64,
+    operator: Option<Operator>,
+    /// How an operator is started, and where it then listens.
+    start: Box<dyn Fn() -> Result<(Command, SocketAddr)>>,
+}
+
+/// Several jobs at once.
+struct Burst {
+    jobs: Vec<u64>,
+    /// From the first webhook to the last pod.
+    last: Duration,
+}
+
+impl Bench {
+    async fn start(isolated: &Isolated) -> Result<Self> {
+        let dir = isolated.dir.join("boards");
+        fs::create_dir_all(&dir)?;
+        let kube = ControlPlane::start(&dir, isolated.address).await?;
+        let kubeconfig = kube.install_chart_rbac(&[]).await?;
+        let options = github::Options { listen: (isolated.address, 0).into(), ..github::Options::default() };
+        let github = GitHub::start(options).await?;
+        let app = github.app("paddock");
+        for number in 0..ORGANIZATIONS {
+            github.organization(&organization(number));
+            github.repository(&organization(number), "rocket", true)?;
+            github.install(app.id, &organization(number))?;
+        }
+        kube.apply(&json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE } }).to_string())
+            .await?;
+        kube.apply(
+            &json!({
+                "apiVersion": "v1", "kind": "Secret", "metadata": { "name": "github", "namespace": NAMESPACE },
+                "stringData": { "github_app_id": app.id.to_string(), "github_app_private_key": app.private_key },
+            })
+            .to_string(),
+        )
+        .await?;
+        let nodes = SimulatedNodes::start(&kube).await?;
+        Boards::add(&nodes, BOARD, NODES, "riseproject.com/runner").await?;
+        let boards = Boards::play(kube.client(), github.control(), BOARD);
+        let secrets = dir.join("webhook-secrets");
+        fs::write(&secrets, SECRET)?;
+        let url = github.api_url();
+        let start = move || {
+            let address = (Ipv4Addr::LOCALHOST, free_port()?).into();
+            let mut command = Command::new(binary("paddock")?);
+            command
+                .args(["run", "--cluster-name", "bench", "--github-api-url", &url, "--listen", &format!("{address}")])
+                // The bed's own programs share the machine: a busy API server must not end the operator.
+                .args(["--lease-duration", "60s"])
+                .arg("--webhook-secret-file")
+                .arg(&secrets)
+                .env("KUBECONFIG", &kubeconfig)
+                // There is no AWS here.
+                .env("AWS_REGION", "us-east-1")
+                .env("AWS_EC2_METADATA_DISABLED", "true");
+            Ok((command, address))
+        };
+        let mut bench =
+            Self { kube, github, boards, _nodes: nodes, app: app.id, operator: None, start: Box::new(start) };
+        bench.start_operator().await?;
+        let pool = json!({
+            "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerPool",
+            "metadata": { "name": "riscv", "namespace": NAMESPACE },
+            "spec": { "board": {
+                "board": BOARD, "labels": [[LABEL]], "image": "runner",
+                "github": { "credentialsRef": { "name": "github" }, "runnerGroup": "Boards" },
+            } },
+        });
+        bench.kube.apply(&pool.to_string()).await?;
+        let free = format!("--for=jsonpath={{.status.slots.free}}={NODES}");
+        let wait = ["wait", "rpool", "riscv", "-n", NAMESPACE, &free, "--timeout=120s"];
+        let waited = bench.kube.kubectl(&wait).await?;
+        ensure!(waited.status.success(), "the slots are not free: {}", String::from_utf8_lossy(&waited.stderr));
+        // Tokens and runner groups are there when the measuring begins, as in a system that runs.
+        let warm = bench.burst(2 * ORGANIZATIONS).await?;
+        bench.finish(&warm.jobs).await?;
+        Ok(bench)
+    }
+
+    async fn measure(&mut self, report: &mut Report, say: impl Fn(&str)) -> Result<()> {
+        for delay in [0, 100] {
+            self.github.clear_faults();
+            if delay > 0 {
+                let slow = Effect::DelayMs(delay);
+                self.github.fault(Fault { method: None, path: "*".into(), skip: 0, times: None, effect: slow });
+            }
+            let mut found = Delayed { delay, ..Delayed::default() };
+            say(&format!("GitHub answers after {delay} ms: one job at a time …"));
+            found.single = self.singles().await?;
+            say("100 jobs, and one more at a time …");
+            let active = self.burst(100).await?;
+            self.until_taken(&active.jobs).await?;
+            found.single_among_100 = self.singles().await?;
+            if delay == 0 {
+                say("a minute of 100 healthy jobs …");
+                self.github.reset_calls();
+                let before = writes(&self.kube).await?;
+                tokio::time::sleep(MINUTE).await;
+                report.calls_a_minute = self.calls();
+                report.writes_a_minute = since(&before, writes(&self.kube).await?);
+            }
+            self.finish(&active.jobs).await?;
+            say("a burst of 100 …");
+            let hundred = self.burst(100).await?;
+            found.burst_100 = hundred.last;
+            self.finish(&hundred.jobs).await?;
+            say("a burst of 300 …");
+            self.github.reset_calls();
+            let before = writes(&self.kube).await?;
+            let all = self.burst(NODES).await?;
+            found.burst_300 = all.last;
+            self.until_taken(&all.jobs).await?;
+            if delay == 0 {
+                report.memory_300 = self.operator()?.memory()?;
+            }
+            self.finish(&all.jobs).await?;
+            found.calls = self.calls();
+            found.writes = since(&before, writes(&self.kube).await?);
+            report.delayed.push(found);
+        }
+        self.github.clear_faults();
+        say("10,000 finished claims and workers …");
+        self.grow_old().await?;
+        report.memory_10_000 = self.operator()?.memory()?;
+        say("at rest …");
+        let before = writes(&self.kube).await?;
+        tokio::time::sleep(REST).await;
+        report.rest = since(&before, writes(&self.kube).await?);
+        say("webhooks as fast as they are answered …");
+        report.webhooks = self.webhooks().await?;
+        say("done");
+        Ok(())
+    }
+
+    async fn start_operator(&mut self) -> Result<()> {
+        let (command, address) = (self.start)()?;
+        let operator = Operator::start("operator", command, &self.kube.dir().join("log"), address).await?;
+        self.github.hook(HookSource::App(self.app), &format!("{}/webhook", operator.url()), SECRET);
+        self.operator = Some(operator);
+        Ok(())
+    }
+
+    fn operator(&self) -> Result<&Operator> {
+        self.operator.as_ref().context("the operator runs")
+    }
+
+    fn queue(&self, organization_number: usize, duration: Option<Duration>) -> Result<u64> {
+        let request = JobRequest {
+            owner: organization(organization_number % ORGANIZATIONS),
+            repo: "rocket".into(),
+            labels: vec![LABEL.into()],
+            duration_ms: duration.map(|duration| duration.as_millis() as u64),
+            ..JobRequest::default()
+        };
+        Ok(self.github.queue_job(request)?.id)
+    }
+
+    /// When the pods of these jobs' claims were seen; those that have one.
+    fn pods(&self, jobs: &[u64]) -> BTreeMap<String, Instant> {
+        let claims: HashSet<String> = jobs.iter().map(|job| format!("job-{job}")).collect();
+        self.boards.pods(|pods| {
+            let ours = pods.values().filter(|seen| claims.contains(seen.claim()));
+            ours.map(|seen| (seen.claim().to_owned(), seen.first)).collect()
+        })
+    }
+
+    /// Jobs of one organisation, each after the one before is done.
+    async fn singles(&self) -> Result<Spread> {
+        let mut times = Vec::new();
+        for _ in 0..SINGLES {
+            let start = Instant::now();
+            let job = [self.queue(0, Some(Duration::from_millis(1)))?];
+            self.until("the job has a pod", || self.pods(&job).len() == 1).await?;
+            times.extend(self.pods(&job).values().map(|seen| seen.duration_since(start)));
+            self.until_done(&job).await?;
+        }
+        Ok(Spread::of(times))
+    }
+
+    async fn burst(&self, count: usize) -> Result<Burst> {
+        let start = Instant::now();
+        let jobs: Vec<u64> = (0..count).map(|number| self.queue(number, None)).collect::<Result<_>>()?;
+        self.until("every job has a pod", || self.pods(&jobs).len() == count).await?;
+        let last = self.pods(&jobs).values().map(|seen| seen.duration_since(start)).max().unwrap_or_default();
+        Ok(Burst { jobs, last })
+    }
+
+    async fn until_taken(&self, jobs: &[u64]) -> Result<()> {
+        let taken = |job: &u64| self.github.job(*job).is_some_and(|job| job.status == Status::InProgress);
+        self.until("every job is taken", || jobs.iter().all(taken)).await
+    }
+
+    /// Lets the jobs end, and waits until their boards are free again.
+    async fn finish(&self, jobs: &[u64]) -> Result<()> {
+        self.until_taken(jobs).await?;
+        for job in jobs {
+            self.github.finish_job(*job, Conclusion::Success);
+        }
+        self.until_done(jobs).await
+    }
+
+    /// Until the jobs' claims are over and their pods have ended.
+    async fn until_done(&self, jobs: &[u64]) -> Result<()> {
+        let claims: HashSet<String> = jobs.iter().map(|job| format!("job-{job}")).collect();
+        self.until("the pods have ended", || {
+            self.boards.pods(|pods| !pods.values().any(|seen| seen.is_active() && claims.contains(seen.claim())))
+        })
+        .await
+    }
+
+    /// Calls of GitHub since the last reset, by route; webhooks are the other way round.
+    fn calls(&self) -> BTreeMap<String, u64> {
+        let mut calls = BTreeMap::new();
+        for call in self.github.calls() {
+            *calls.entry(format!("{} {}", call.method, call.route)).or_default() += call.count;
+        }
+        calls
+    }
+
+    /// Deliveries a second: of jobs that become claims, of such that are known, of such that nobody serves.
+    async fn webhooks(&self) -> Result<[f64; 3]> {
+        let delivery =
+            self.github.deliveries().into_iter().rfind(|delivery| delivery.action.as_deref() == Some("queued"));
+        let body: Value = serde_json::from_str(&delivery.context("a job was queued")?.body)?;
+        let client = reqwest::Client::new();
+        let url = format!("{}/webhook", self.operator()?.url());
+        let rate = async |bodies: Vec<Value>| {
+            let signed = bodies.iter().map(Value::to_string).map(|body| (signature(SECRET, body.as_bytes()), body));
+            let signed: Vec<_> = signed.collect();
+            let start = Instant::now();
+            let answers = stream::iter(signed).map(|(signature, body)| {
+                let request = client.post(&url).header("x-hub-signature-256", signature).body(body);
+                let request = request.header("content-type", "application/json");
+                let request = request.header("x-github-event", "workflow_job");
+                async move { request.send().await.is_ok_and(|answer| answer.status().is_success()) }
+            });
+            let accepted = answers.buffer_unordered(64).filter(|accepted| std::future::ready(*accepted)).count().await;
+            accepted as f64 / start.elapsed().as_secs_f64()
+        };
+        let job = |id: u64, labels: &[&str]| {
+            let mut body = body.clone();
+            body["workflow_job"]["id"] = json!(id);
+            body["workflow_job"]["labels"] = json!(labels);
+            body
+        };
+        let foreign = rate((0..4000).map(|id| job(1 << 40 | id, &["ubuntu-latest"])).collect()).await;
+        let old = body["workflow_job"]["id"].as_u64().context("a job has a number")?;
+        let known = rate((0..4000).map(|_| job(old, &[LABEL])).collect()).await;
+        let new: Vec<u64> = (0..2000).map(|id| 1 << 41 | id).collect();
+        let made = rate(new.iter().map(|id| job(*id, &[LABEL])).collect()).await;
+        Ok([made, known, foreign])
+    }
+
+    /// A system with a past: as many finished claims as workers, and an operator that has just read them.
+    async fn grow_old(&mut self) -> Result<()> {
+        let operator = self.operator.take().context("the operator runs")?;
+        ensure!(operator.stop().await?.success(), "the operator did not end in order");
+        let kind = |kind: &str| ApiResource::from_gvk(&GroupVersionKind::gvk("paddock.dev", "v1alpha1", kind));
+        for name in ["RunnerClaim", "Worker"] {
+            let api: Api<DynamicObject> = Api::namespaced_with(self.kube.client(), NAMESPACE, &kind(name));
+            let all = api.list(&ListParams::default()).await?.items;
+            let served = |object: &&DynamicObject| {
+                let status = &object.data["status"];
+                status["phase"] == "Completed" && status["workers"][0].is_object() || status["state"] == "completed"
+            };
+            let finished = all.iter().find(served).with_context(|| format!("a {name} that has served"))?;
+            let copies = stream::iter(all.len()..OLD).map(|number| copy(&api, finished, number));
+            copies.buffer_unordered(64).try_for_each(async |()| Ok(())).await?;
+        }
+        self.start_operator().await?;
+        let mut before = writes(&self.kube).await?;
+        loop {
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            let now = writes(&self.kube).await?;
+            if since(&before, now.clone()).is_empty() {
+                return Ok(());
+            }
+            before = now;
+        }
+    }
+
+    async fn until(&self, what: &str, mut true_: impl FnMut() -> bool) -> Result<()> {
+        let start = Instant::now();
+        while !true_() {
+            if start.elapsed() > DEADLINE {
+                let log = self.operator.as_ref().map(Operator::log).unwrap_or_default();
+                let tail: Vec<_> = log.lines().rev().take(30).collect();
+                bail!("not within {DEADLINE:?}: {what}; the operator said last:\n{}", tail.join("\n"));
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+        Ok(())
+    }
+}
+
+/// Makes another object like this one, its status included.
+async fn copy(api: &Api<DynamicObject>, like: &DynamicObject, number: usize) -> Result<()> {
+    let mut object = like.clone();
+    let name = format!("old-{number}");
+    object.metadata = ObjectMeta {
+        name: Some(name.clone()),
+        labels: like.metadata.labels.clone(),
+        annotations: like.metadata.annotations.clone(),
+        ..ObjectMeta::default()
+    };
+    api.create(&PostParams::default(), &object).await?;
+    let status = json!({ "status": like.data["status"] });
+    api.patch_status(&name, &PatchParams::default(), &Patch::Merge(status)).await?;
+    Ok(())
+}
+
+fn organization(number: usize) -> String {
+    format!("org-{number}")
+}
