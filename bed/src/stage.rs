@@ -46,6 +46,10 @@ pub const WEBHOOK_SECRET: &str = "It's a PaddockCanary to Everybody";
 /// The Secret with the GitHub App, in every namespace made by [`Stage::namespace`].
 pub const CREDENTIALS: &str = "github-app";
 
+/// What GitHub signs webhooks with, where a test lets it send them to an operator (`GitHub::hook`). Every operator that the
+/// stage starts knows it.
+pub const WEBHOOK_SECRET: &str = "webhook-secret-canary";
+
 pub struct Stage {
     pub kube: ControlPlane,
     pub aws: Aws,
@@ -94,6 +98,7 @@ impl Stage {
         github.repository(ORGANIZATION, REPOSITORY, true)?;
         let app = github.app("paddock");
         github.install(app.id, ORGANIZATION)?;
+        std::fs::write(dir.join("webhook-secrets"), format!("{WEBHOOK_SECRET}\n"))?;
         Ok(Self { kube, aws, github, machines, app, agent, dir, operator_kubeconfig })
     }
 
@@ -125,6 +130,13 @@ impl Stage {
             },
         });
         self.kube.apply(&secret.to_string()).await
+    }
+
+    /// Lets GitHub tell the operator of all that happens in the organisation. An operator that is started anew at another
+    /// address must be told of again.
+    pub fn send_webhooks_to(&self, operator: &Operator) {
+        let url = format!("{}/webhook", operator.url());
+        self.github.hook(github::HookSource::App(self.app.id), &url, WEBHOOK_SECRET);
     }
 
     /// An EC2 pool that fits this stage; `changes` are merged into `spec.ec2`.
@@ -168,6 +180,8 @@ impl Stage {
         let secrets = self.dir.join("webhook-secrets");
         std::fs::write(&secrets, format!("{WEBHOOK_SECRET}\n"))?;
         let mut command = Command::new(binary("paddock")?);
+        // The environment, so that an argument of the same name may say otherwise.
+        command.env("PADDOCK_WEBHOOK_SECRET_FILE", self.dir.join("webhook-secrets"));
         command
             .args(["run", "--cluster-name", CLUSTER, "--github-api-url", &self.github.api_url()])
             .arg("--webhook-secret-file")

@@ -19,7 +19,7 @@ use crate::{
     effects::{credentials::Credentials, github::GitHubError},
     metrics::WebhookLabel,
     plan::{
-        deliveries::{Delivery, Reading},
+        deliveries::{Delivery, Reading, is_not_trusted},
         webhook::Outcome,
     },
 };
@@ -105,16 +105,16 @@ impl Logs {
                         apps.insert(app, credentials);
                         None
                     }
-                    None => Some("it has a token, and only an App has a log of deliveries".to_owned()),
+                    None => Some("those that are lost cannot be found: a token has no log of deliveries".to_owned()),
                 },
-                Err(error) => Some(error.to_string()),
+                Err(error) => Some(format!("those that are lost cannot be found: {error}")),
             };
             self.say(format!("Secret {namespace}/{name}"), trouble);
         }
         apps
     }
 
-    /// Says what keeps lost webhooks from being found, once.
+    /// Says what is wrong with somebody's webhooks, once.
     fn say(&mut self, whose: String, trouble: Option<String>) {
         match trouble {
             None => {
@@ -122,7 +122,7 @@ impl Logs {
             }
             Some(trouble) => {
                 if self.said.get(&whose) != Some(&trouble) {
-                    tracing::warn!("lost webhooks of {whose} cannot be found: {trouble}");
+                    tracing::warn!("webhooks of {whose}: {trouble}");
                     self.said.insert(whose, trouble);
                 }
             }
@@ -146,7 +146,10 @@ fn secrets(pool: &RunnerPool) -> Vec<(String, String)> {
 async fn read(context: &Context, app: &Credentials, mut reading: Reading, began: Timestamp) -> Read {
     let log = match log(context, app, &reading).await {
         Ok(log) => log,
-        Err(error) => return Read { reading, whole: true, trouble: Some(error.to_string()) },
+        Err(error) => {
+            let trouble = Some(format!("the log of deliveries cannot be read: {error}"));
+            return Read { reading, whole: true, trouble };
+        }
     };
     let lost: Vec<Delivery> = reading.lost(&log).into_iter().cloned().collect();
     let recoveries: Vec<_> = lost.iter().map(|delivery| recover(context, app, delivery)).collect();
@@ -164,8 +167,7 @@ async fn read(context: &Context, app: &Credentials, mut reading: Reading, began:
     if taken > 0 || !left.is_empty() {
         tracing::info!(app = ?app, taken, left = left.len(), "webhooks that had been lost were taken in");
     }
-    let not_trusted = lost.iter().filter(|delivery| delivery.was_not_trusted()).count();
-    let trouble = (not_trusted > 0).then(|| {
+    let trouble = is_not_trusted(&log).then(|| {
         "they are signed with a secret that the webhook secret file does not have; they are taken in late".to_owned()
     });
     let whole = left.is_empty();

@@ -37,10 +37,11 @@ impl Delivery {
         !self.arrived() && self.status != "pending"
     }
 
-    /// Whether it was refused for its signature.
-    pub fn was_not_trusted(&self) -> bool {
-        self.status_code == 401
-    }
+}
+
+/// Whether the App's webhooks are refused for their signature, as the newest of them shows.
+pub fn is_not_trusted(log: &[Delivery]) -> bool {
+    log.iter().find(|one| one.arrived() || one.failed()).is_some_and(|newest| newest.status_code == 401)
 }
 
 /// How far the log of one App has been read.
@@ -142,6 +143,18 @@ mod tests {
         assert_eq!(ids(&reading, &log), [3, 6, 8], "by the first attempt of each, and not what arrived in the end");
         reading.took(&log[3]);
         assert_eq!(ids(&reading, &log), [3, 8]);
+    }
+
+    #[test]
+    fn the_newest_delivery_shows_whether_the_secret_is_right() {
+        let log = |codes: &[u16]| -> Vec<_> {
+            codes.iter().zip(1..).map(|(code, id)| delivery(id, "x", -i64::from(*code), *code)).collect()
+        };
+        for (codes, not_trusted) in
+            [(&[][..], false), (&[401, 200], true), (&[200, 401], false), (&[0, 401], true), (&[502, 401], false)]
+        {
+            assert_eq!(is_not_trusted(&log(codes)), not_trusted, "{codes:?}");
+        }
     }
 
     #[test]

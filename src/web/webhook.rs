@@ -34,6 +34,7 @@ use crate::{
 
 /// The longest body that is read. The events that matter have some 30 KB; GitHub itself sends up to 25 MB of others.
 const LONGEST: usize = 4 << 20;
+const GITHUBS_LONGEST: usize = 25 << 20;
 /// How much memory all bodies that are being read may take together.
 const ROOM: usize = 32 << 20;
 /// How long one delivery may take; GitHub waits for 10 s.
@@ -116,7 +117,7 @@ impl Hooks {
         let told = headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
         let length: usize = told.unwrap_or(LONGEST);
         if length > LONGEST {
-            return Err(Refusal::TooLarge);
+            return Err(sent(length, body).await);
         }
         let kib = u32::try_from(length.div_ceil(1024)).unwrap_or(u32::MAX);
         let room = self.room.acquire_many(kib).await.map_err(|_| Refusal::Slow)?;
@@ -154,6 +155,14 @@ impl Hooks {
             tracing::warn!(reason, "webhook refused: {why}");
         }
     }
+}
+
+/// Lets a body that is too long pass by, as long as it is one that GitHub sends: many read the answer only when they have
+/// sent it all.
+async fn sent(length: usize, body: Body) -> Refusal {
+    let mut chunks = body.into_data_stream();
+    while length <= GITHUBS_LONGEST && matches!(chunks.next().await, Some(Ok(_))) {}
+    Refusal::TooLarge
 }
 
 pub async fn receive(State(hooks): State<Arc<Hooks>>, headers: HeaderMap, body: Body) -> Response {

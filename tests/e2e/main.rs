@@ -17,6 +17,7 @@ mod ec2_pool;
 mod linux;
 mod operator;
 mod support;
+mod webhook;
 
 use std::{process::ExitCode, sync::Arc};
 
@@ -147,6 +148,11 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         board_jobs::an_owner_without_the_app_is_told_and_harms_nobody,
         board_jobs::i12_an_owner_that_hangs_delays_nobody_else,
         board_jobs::a_claim_for_two_by_hand,
+        webhook::a_queued_job_becomes_a_claim,
+        webhook::i9_forged_and_broken_webhooks_change_nothing,
+        webhook::i6_i9_order_and_repetition_do_not_matter,
+        webhook::a_follower_takes_webhooks_and_secrets_rotate,
+        webhook::the_end_of_a_run_is_noted_on_its_ec2_claims,
     );
     let alone = trials!(play_alone:
         operator::i5_killed_in_the_middle_of_a_claim,
@@ -155,6 +161,8 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         operator::the_api_server_restarts,
         ec2_life::a_run_that_is_over_releases_its_claim_and_the_claim_goes_in_time,
         ec2_faults::i12_a_throttled_table_slows_a_claim_and_breaks_nothing,
+        webhook::webhooks_lost_while_nobody_listens_are_found,
+        webhook::webhooks_wait_for_the_api_server,
     );
     let on_a_node = trials!(play:
         board::claim_runs_a_job_on_the_board,

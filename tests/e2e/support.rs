@@ -3,6 +3,7 @@
 use std::{
     fmt::Debug,
     future::Future,
+    net::SocketAddr,
     pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard,
@@ -28,6 +29,8 @@ pub struct World {
     pub stage: Stage,
     /// Whether a real kubelet can run here, or why not.
     pub node_possible: Result<(), String>,
+    /// Where the operator listens, also after it was started anew.
+    address: SocketAddr,
     operator: Mutex<Option<Operator>>,
     /// Tests that do something to the operator or the API server hold it alone.
     quiet: RwLock<()>,
@@ -38,8 +41,16 @@ pub struct World {
 
 impl World {
     pub fn new(runtime: Runtime, stage: Stage, operator: Operator, node_possible: Result<(), String>) -> Self {
-        let operator = Mutex::new(Some(operator));
-        Self { stage, node_possible, operator, quiet: RwLock::default(), namespaces: AtomicU32::new(0), runtime }
+        let (address, operator) = (operator.address(), Mutex::new(Some(operator)));
+        Self {
+            stage,
+            node_possible,
+            address,
+            operator,
+            quiet: RwLock::default(),
+            namespaces: AtomicU32::new(0),
+            runtime,
+        }
     }
 
     /// Runs a test beside others.
@@ -63,6 +74,11 @@ impl World {
         self.operator.lock().expect("no test panics while it holds the operator")
     }
 
+    /// Where the operator's pages are.
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
     /// Ends the operator with `kill -9`.
     pub fn kill_operator(&self) -> Result<()> {
         let operator = self.operator().take().context("an operator runs")?;
@@ -70,7 +86,7 @@ impl World {
     }
 
     pub async fn start_operator(&self) -> Result<()> {
-        let operator = self.stage.operator("operator", &[]).await?;
+        let operator = self.stage.operator_at("operator", self.address, &[]).await?;
         *self.operator() = Some(operator);
         Ok(())
     }

@@ -59,7 +59,45 @@ fn next_cursor(headers: &HeaderMap) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
+    use paddock_bed_github::{GitHub as Simulator, HookSource, JobRequest, Options};
+
     use super::*;
+    use crate::effects::{credentials::Auth, fence::Fence};
+
+    #[tokio::test]
+    async fn an_app_reads_its_log_page_by_page_and_what_was_sent() {
+        let simulator = Simulator::start(Options::default()).await.unwrap();
+        simulator.organization("acme");
+        let app = simulator.app("paddock");
+        simulator.install(app.id, "acme").unwrap();
+        // Nobody listens there.
+        simulator.hook(HookSource::App(app.id), "http://127.0.0.1:9/webhook", "secret");
+        let request = || JobRequest { owner: "acme".into(), repo: "hello".into(), ..JobRequest::default() };
+        let jobs: Vec<u64> = (0..120).map(|_| simulator.queue_job(request()).unwrap().id).collect();
+        let start = Instant::now();
+        while simulator.deliveries().iter().any(|delivery| delivery.outcome.is_none()) {
+            assert!(start.elapsed() < Duration::from_secs(30), "GitHub gives up");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        let key = octocrab::auth::EncodingKey::from_rsa_pem(app.private_key.as_bytes()).unwrap();
+        let auth = Auth::App { id: app.id.into(), key, installation: None };
+        let app = Credentials { auth, fingerprint: "app".into() };
+        // Reading needs no lease.
+        let github = GitHub::new(&simulator.api_url(), Fence::default());
+        for failures in [false, true] {
+            let first = github.deliveries(&app, failures, None).await.unwrap();
+            let next = first.next.expect("there is more");
+            let second = github.deliveries(&app, failures, Some(&next)).await.unwrap();
+            assert_eq!((first.deliveries.len(), second.deliveries.len(), second.next), (100, 21, None), "and a ping");
+            let newest = &first.deliveries[0];
+            let sent = github.delivered(&app, newest.id).await.unwrap();
+            assert_eq!(sent["workflow_job"]["id"].as_u64(), jobs.last().copied());
+            assert_eq!((newest.event.as_str(), newest.status_code), ("workflow_job", 502));
+        }
+        assert!(matches!(github.delivered(&app, 1).await, Err(GitHubError::NotFound(_))));
+    }
 
     #[test]
     fn the_next_page_is_where_the_link_says() {

@@ -1,0 +1,347 @@
+//! Webhooks: what GitHub tells becomes claims, whoever hears it, in whatever order, and also when nobody could.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use anyhow::{Context, Result, ensure};
+use kube::api::ListParams;
+use paddock::api::{
+    ANNOTATION_JOB_RUNNER, ANNOTATION_JOB_STATE, ANNOTATION_RUN_STATE, OwnerType, RunnerClaim, RunnerPool,
+};
+use paddock_bed::{
+    github::{App, Conclusion, HookSource, JobRequest, signature},
+    stage::WEBHOOK_SECRET,
+};
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use tokio::sync::OnceCell;
+
+use crate::support::World;
+
+/// Owners of their own: nobody else's jobs are told of.
+const ORGANIZATION: &str = "hooked";
+const PERSON: &str = "hooked-person";
+const REPOSITORY: &str = "rocket";
+const CREDENTIALS: &str = "hooked-app";
+
+/// The one App whose webhook goes to the operator.
+static APP: OnceCell<App> = OnceCell::const_new();
+
+async fn app(world: &World) -> Result<&'static App> {
+    APP.get_or_try_init(async || {
+        let github = &world.stage.github;
+        github.organization(ORGANIZATION);
+        github.user(PERSON);
+        let app = github.app("hooked");
+        for owner in [ORGANIZATION, PERSON] {
+            github.repository(owner, REPOSITORY, true)?;
+            github.install(app.id, owner)?;
+        }
+        github.hook(HookSource::App(app.id), &format!("{}/webhook", world.url()), WEBHOOK_SECRET);
+        Ok(app)
+    })
+    .await
+}
+
+/// A namespace with a board pool of its own. No node has its board, so that its claims do nothing but wait.
+struct Hooked<'a> {
+    world: &'a World,
+    namespace: String,
+    label: String,
+}
+
+impl<'a> Hooked<'a> {
+    async fn new(world: &'a World) -> Result<Self> {
+        let app = app(world).await?;
+        let namespace = world.namespace().await?;
+        let label = format!("rv-{namespace}");
+        let secret = json!({
+            "apiVersion": "v1", "kind": "Secret", "metadata": { "name": CREDENTIALS, "namespace": namespace },
+            "stringData": { "github_app_id": app.id.to_string(), "github_app_private_key": app.private_key },
+        });
+        world.stage.kube.apply(&secret.to_string()).await?;
+        let pool = json!({
+            "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerPool",
+            "metadata": { "name": "boards", "namespace": namespace },
+            "spec": { "board": {
+                "board": "nowhere", "labels": [["Board", label]], "image": "none",
+                "github": { "credentialsRef": { "name": CREDENTIALS } },
+            } },
+        });
+        world.stage.kube.apply(&pool.to_string()).await?;
+        let hooked = Self { world, namespace, label };
+        let seen = |pool: &RunnerPool| pool.status.as_ref().is_some_and(|status| !status.conditions.is_empty());
+        world.until::<RunnerPool>(&hooked.namespace, "boards", "seen by the operator", seen).await?;
+        Ok(hooked)
+    }
+
+    fn request(&self, owner: &str) -> JobRequest {
+        let labels = vec![self.label.to_uppercase(), "board".into()];
+        JobRequest { owner: owner.into(), repo: REPOSITORY.into(), labels, ..JobRequest::default() }
+    }
+
+    fn job(&self) -> Result<u64> {
+        Ok(self.world.stage.github.queue_job(self.request(ORGANIZATION))?.id)
+    }
+
+    async fn until_told(&self, job: u64, state: &str) -> Result<RunnerClaim> {
+        let told = |claim: &RunnerClaim| said(claim, ANNOTATION_JOB_STATE) == Some(state);
+        self.world.until(&self.namespace, &format!("job-{job}"), state, told).await
+    }
+
+    async fn claims(&self) -> Result<BTreeMap<String, RunnerClaim>> {
+        let claims = self.world.api::<RunnerClaim>(&self.namespace).list(&ListParams::default()).await?;
+        Ok(claims.items.into_iter().filter_map(|claim| Some((claim.metadata.name.clone()?, claim))).collect())
+    }
+
+    /// The body of an event of a job that the simulator does not know.
+    fn body(&self, job: u64, action: &str) -> Value {
+        let runner = action != "queued";
+        json!({
+            "action": action,
+            "workflow_job": {
+                "id": job, "run_id": 1, "name": "line\nbreak \u{202e}$(id)", "labels": [self.label, "BOARD"],
+                "html_url": "https://github.com/x", "runner_id": runner.then_some(5), "runner_name": runner.then_some("r/1"),
+            },
+            "repository": {
+                "id": 3, "name": REPOSITORY, "owner": { "id": 2, "login": ORGANIZATION, "type": "Organization" },
+            },
+        })
+    }
+}
+
+fn said<'a>(claim: &'a RunnerClaim, annotation: &str) -> Option<&'a str> {
+    claim.metadata.annotations.as_ref()?.get(annotation).map(String::as_str)
+}
+
+/// Posts a body as GitHub does, or almost.
+async fn post(url: &str, body: &[u8], headers: &[(&str, &str)]) -> Result<(StatusCode, String)> {
+    let mut request = reqwest::Client::new().post(format!("{url}/webhook")).body(body.to_vec());
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let answer = request.send().await?;
+    Ok((answer.status(), answer.text().await?))
+}
+
+async fn signed(url: &str, secret: &str, body: &Value) -> Result<(StatusCode, String)> {
+    let body = body.to_string();
+    let signature = signature(secret, body.as_bytes());
+    let headers = [
+        ("content-type", "application/json"),
+        ("x-github-event", "workflow_job"),
+        ("x-hub-signature-256", signature.as_str()),
+    ];
+    post(url, body.as_bytes(), &headers).await
+}
+
+/// What GitHub sends becomes a claim with all that it says, for organisations and for people; and a job that waits for
+/// approval asks for nothing until it is approved.
+pub async fn a_queued_job_becomes_a_claim(world: &World) -> Result<()> {
+    let hooked = Hooked::new(world).await?;
+    let github = &world.stage.github;
+    let waiting = github.queue_job(JobRequest { waiting: true, ..hooked.request(ORGANIZATION) })?.id;
+    let job = github.queue_job(hooked.request(ORGANIZATION))?;
+    let claim = hooked.until_told(job.id, "queued").await?;
+    let (owner, spec) = (github.organization(ORGANIZATION), &claim.spec);
+    ensure!(spec.labels.as_deref() == Some(&[hooked.label.to_uppercase(), "board".into()]), "{spec:?}");
+    ensure!(spec.run_id == job.run_id.to_string() && spec.pool.is_none(), "{spec:?}");
+    ensure!(spec.repository.as_deref() == Some("hooked/rocket") && spec.installation_id.is_some(), "{spec:?}");
+    ensure!(spec.owner.as_ref().map(|it| (it.id, it.type_)) == Some((owner.id as i64, OwnerType::Organization)));
+    ensure!(spec.job.as_ref().and_then(|it| it.name.as_deref()) == Some("build"), "{spec:?}");
+    ensure!(!hooked.claims().await?.contains_key(&format!("job-{waiting}")), "what waits asks for nothing");
+
+    github.approve_job(waiting);
+    hooked.until_told(waiting, "queued").await?;
+    let personal = github.queue_job(hooked.request(PERSON))?;
+    let claim = hooked.until_told(personal.id, "queued").await?;
+    let repository = github.repository(PERSON, REPOSITORY, true)?;
+    ensure!(claim.spec.entity() == Some(repository.id.to_string()), "a person's runners are the repository's");
+
+    github.cancel_job(job.id);
+    hooked.until_told(job.id, "completed").await?;
+    ensure!(hooked.claims().await?.len() == 3, "one claim a job: {:?}", hooked.claims().await?.keys());
+    ensure!(!world.operator_log().contains(WEBHOOK_SECRET), "I10: the secret is in no log");
+    Ok(())
+}
+
+/// I9: whatever is not signed by GitHub, or is not what GitHub sends, is refused with its reason and changes nothing.
+pub async fn i9_forged_and_broken_webhooks_change_nothing(world: &World) -> Result<()> {
+    let hooked = Hooked::new(world).await?;
+    let url = world.url();
+    let body = hooked.body(900_001, "queued").to_string();
+    let (right, sha1) = (signature(WEBHOOK_SECRET, body.as_bytes()), "sha1=01dc10d0c83e72ed246219cdd91669667fe2ca59");
+    let wrong = signature("not the secret", body.as_bytes());
+    let (json, event) = (("content-type", "application/json"), ("x-github-event", "workflow_job"));
+    let by = |signature| ("x-hub-signature-256", signature);
+    let altered = body.replace("900001", "900002");
+    let long = format!("{body}{}", " ".repeat(5 << 20));
+    let signed_long = signature(WEBHOOK_SECRET, long.as_bytes());
+    let (form, deep) = ("payload=%7B%7D", format!("{{\"action\":{}", "[".repeat(100_000)));
+    let (signed_form, signed_deep) =
+        (signature(WEBHOOK_SECRET, form.as_bytes()), signature(WEBHOOK_SECRET, deep.as_bytes()));
+    let form_type = ("content-type", "application/x-www-form-urlencoded");
+    let cases: &[(&str, &str, &[(&str, &str)], StatusCode, &str)] = &[
+        ("not signed", &body, &[json, event], StatusCode::UNAUTHORIZED, "X-Hub-Signature-256 is missing"),
+        ("signed with SHA-1", &body, &[json, event, ("x-hub-signature", sha1)], StatusCode::UNAUTHORIZED, "SHA-1"),
+        (
+            "half a signature",
+            &body,
+            &[json, event, by(&right[..40])],
+            StatusCode::UNAUTHORIZED,
+            "64 hexadecimal digits",
+        ),
+        ("another's secret", &body, &[json, event, by(&wrong)], StatusCode::UNAUTHORIZED, "not signed with a secret"),
+        ("altered", &altered, &[json, event, by(&right)], StatusCode::UNAUTHORIZED, "not signed with a secret"),
+        ("too long", &long, &[json, event, by(&signed_long)], StatusCode::PAYLOAD_TOO_LARGE, "longer than"),
+        ("a form", form, &[form_type, event, by(&signed_form)], StatusCode::UNSUPPORTED_MEDIA_TYPE, "application/json"),
+        ("deep", &deep, &[json, event, by(&signed_deep)], StatusCode::BAD_REQUEST, "not what GitHub sends"),
+        ("no event", &body, &[json, by(&right)], StatusCode::BAD_REQUEST, "X-GitHub-Event"),
+        ("another event", &body, &[json, ("x-github-event", "push"), by(&right)], StatusCode::OK, "ignored"),
+        ("a ping", &body, &[json, ("x-github-event", "ping"), by(&right)], StatusCode::OK, "pong"),
+    ];
+    for (what, body, headers, status, words) in cases {
+        let (answered, text) = post(&url, body.as_bytes(), headers).await.with_context(|| (*what).to_owned())?;
+        ensure!(answered == *status && text.contains(words), "{what}: {answered} {text}");
+        ensure!(!text.contains(&right[7..]) && !text.contains(WEBHOOK_SECRET), "{what} tells a secret: {text}");
+    }
+    ensure!(hooked.claims().await?.is_empty(), "nothing was made: {:?}", hooked.claims().await?.keys());
+    let other = json!(hooked.body(900_001, "queued").to_string().replace(&hooked.label, "somebody-elses"));
+    let other: Value = serde_json::from_str(other.as_str().unwrap_or_default())?;
+    let (status, text) = signed(&url, WEBHOOK_SECRET, &other).await?;
+    ensure!(status == StatusCode::OK && text.contains("no board pool serves exactly these labels"), "{status} {text}");
+    let metrics = reqwest::get(format!("{url}/metrics")).await?.text().await?;
+    for counted in ["wrong_signature", "sha1_signature", "too_large", "malformed", "no_pool", "other_event", "ping"] {
+        ensure!(metrics.contains(&format!("reason=\"{counted}\"")), "{counted} is counted: {metrics}");
+    }
+    Ok(())
+}
+
+/// I6, I9: the end that comes first wins, and what comes again or late changes nothing.
+pub async fn i6_i9_order_and_repetition_do_not_matter(world: &World) -> Result<()> {
+    let hooked = Hooked::new(world).await?;
+    let url = world.url();
+    for (job, actions, answers) in [
+        (
+            910_001,
+            ["completed", "queued", "in_progress", "completed"],
+            ["made", "nothing new", "nothing new", "nothing new"],
+        ),
+        (910_002, ["in_progress", "queued", "completed", "queued"], ["made", "nothing new", "told", "nothing new"]),
+        (910_003, ["queued", "queued", "in_progress", "completed"], ["made", "nothing new", "told", "told"]),
+    ] {
+        for (action, words) in actions.into_iter().zip(answers) {
+            let (status, text) = signed(&url, WEBHOOK_SECRET, &hooked.body(job, action)).await?;
+            ensure!(status == StatusCode::OK && text.contains(words), "{job} {action}: {status} {text}");
+        }
+        let claim = hooked.until_told(job, "completed").await?;
+        ensure!(said(&claim, ANNOTATION_JOB_RUNNER) == Some("5/r/1"), "{claim:?}");
+        let name = claim.spec.job.as_ref().and_then(|job| job.name.as_deref());
+        ensure!(name == Some("line\nbreak \u{202e}$(id)"), "a name is data: {name:?}");
+    }
+    let bodies: Vec<_> = ["queued", "in_progress", "completed"].map(|action| hooked.body(910_004, action)).into();
+    let all = (0..30).map(|index| signed(&url, WEBHOOK_SECRET, &bodies[index % 3]));
+    for answer in futures::future::try_join_all(all).await? {
+        ensure!(answer.0 == StatusCode::OK, "{answer:?}");
+    }
+    hooked.until_told(910_004, "completed").await?;
+    ensure!(hooked.claims().await?.len() == 4, "one claim a job");
+    Ok(())
+}
+
+/// A replica that does not lead takes webhooks in, and its secrets change while it runs.
+pub async fn a_follower_takes_webhooks_and_secrets_rotate(world: &World) -> Result<()> {
+    let hooked = Hooked::new(world).await?;
+    let file = world.stage.dir().join("follower-secrets");
+    std::fs::write(&file, "old\n")?;
+    let arguments = ["--webhook-secret-file", &file.to_string_lossy()];
+    let follower = world.stage.operator("follower", &arguments).await?;
+    let url = follower.url();
+    let trusts = async |secret: &str| -> Result<bool> {
+        let (status, _) = signed(&url, secret, &hooked.body(920_001, "queued")).await?;
+        ensure!(status == StatusCode::OK || status == StatusCode::UNAUTHORIZED, "{status}");
+        Ok(status == StatusCode::OK)
+    };
+    ensure!(!trusts("new").await? && hooked.claims().await?.is_empty());
+    ensure!(trusts("old").await?);
+    hooked.until_told(920_001, "queued").await?;
+    let metrics = reqwest::get(format!("{url}/metrics")).await?.text().await?;
+    ensure!(metrics.contains("paddock_leading 0.0"), "it does not lead");
+
+    std::fs::write(&file, "old\nnew\n")?;
+    world.until_true("the second secret counts", async || trusts("new").await).await?;
+    ensure!(trusts("old").await?, "both count");
+    std::fs::write(&file, "new\n")?;
+    world.until_true("the first secret does not count any more", async || Ok(!trusts("old").await?)).await?;
+    std::fs::write(&file, "")?;
+    let noticed = async || {
+        ensure!(trusts("new").await?, "an empty file changes nothing");
+        Ok(follower.log().contains("the last good ones hold"))
+    };
+    world.until_true("it noticed the empty file", noticed).await?;
+    ensure!(!trusts("old").await? && !trusts("").await?, "an empty file opens no door");
+    ensure!(follower.stop().await?.success(), "an orderly end");
+    Ok(())
+}
+
+/// FAULTS 19: what nobody could hear is read from the log of deliveries by the next leader.
+pub async fn webhooks_lost_while_nobody_listens_are_found(world: &World) -> Result<()> {
+    let hooked = Hooked::new(world).await?;
+    let github = &world.stage.github;
+    world.kill_operator()?;
+    let (waits, over) = (hooked.job()?, hooked.job()?);
+    github.cancel_job(over);
+    let failed =
+        || github.deliveries().iter().filter(|it| it.outcome.as_ref().is_some_and(|it| it.status_code == 502)).count();
+    world.until_true("GitHub gave up", async || Ok(failed() >= 3)).await?;
+    world.start_operator().await?;
+    hooked.until_told(waits, "queued").await?;
+    hooked.until_told(over, "completed").await?;
+    ensure!(hooked.claims().await?.len() == 2);
+    let url = world.url();
+    let metrics = reqwest::get(format!("{url}/metrics")).await?.text().await?;
+    ensure!(metrics.contains("source=\"log\",outcome=\"accepted\",reason=\"claim_made\""), "{metrics}");
+    Ok(())
+}
+
+/// FAULTS 23: while the API server is away deliveries fail, which GitHub's log remembers; nothing is lost.
+pub async fn webhooks_wait_for_the_api_server(world: &World) -> Result<()> {
+    let hooked = Hooked::new(world).await?;
+    let github = &world.stage.github;
+    world.stage.kube.stop_apiserver().await;
+    let job = hooked.job()?;
+    let refused = || {
+        let deliveries = github.deliveries();
+        let of_job = deliveries.iter().find(|delivery| delivery.body.contains(&format!("\"id\":{job},")));
+        of_job.and_then(|delivery| delivery.outcome.as_ref()).is_some_and(|outcome| outcome.status_code >= 500)
+    };
+    let start = std::time::Instant::now();
+    while !refused() {
+        ensure!(start.elapsed() < Duration::from_secs(60), "the delivery fails: {:?}", github.deliveries().last());
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    world.stage.kube.start_apiserver().await?;
+    hooked.until_told(job, "queued").await?;
+    Ok(())
+}
+
+/// The end of a run is noted on the claims for machines that were made for it, and on no other.
+pub async fn the_end_of_a_run_is_noted_on_its_ec2_claims(world: &World) -> Result<()> {
+    let hooked = Hooked::new(world).await?;
+    let namespace = &hooked.namespace;
+    // Nobody can serve it, so that its claims only wait.
+    let github = json!({ "owner": ORGANIZATION, "credentialsRef": { "name": "nobodys" } });
+    let pool = world.stage.ec2_pool(namespace, "linux", json!({ "github": github }));
+    world.stage.kube.apply(&pool.to_string()).await?;
+    let job =
+        world.stage.github.queue_job(JobRequest { labels: vec!["run".into()], ..hooked.request(ORGANIZATION) })?;
+    for (name, run) in [("ours", job.run_id), ("another", job.run_id + 1)] {
+        world.stage.kube.apply(&world.stage.claim(namespace, name, "linux", &run.to_string(), 1).to_string()).await?;
+        let seen = |claim: &RunnerClaim| claim.status.is_some();
+        world.until::<RunnerClaim>(namespace, name, "seen by the operator", seen).await?;
+    }
+    world.stage.github.finish_job(job.id, Conclusion::Success);
+    let told = |claim: &RunnerClaim| said(claim, ANNOTATION_RUN_STATE) == Some("completed");
+    world.until::<RunnerClaim>(namespace, "ours", "told of the run's end", told).await?;
+    ensure!(!told(&world.api::<RunnerClaim>(namespace).get("another").await?), "the other run goes on");
+    Ok(())
+}
