@@ -46,10 +46,6 @@ pub const WEBHOOK_SECRET: &str = "It's a PaddockCanary to Everybody";
 /// The Secret with the GitHub App, in every namespace made by [`Stage::namespace`].
 pub const CREDENTIALS: &str = "github-app";
 
-/// What GitHub signs webhooks with, where a test lets it send them to an operator (`GitHub::hook`). Every operator that the
-/// stage starts knows it.
-pub const WEBHOOK_SECRET: &str = "webhook-secret-canary";
-
 pub struct Stage {
     pub kube: ControlPlane,
     pub aws: Aws,
@@ -98,7 +94,6 @@ impl Stage {
         github.repository(ORGANIZATION, REPOSITORY, true)?;
         let app = github.app("paddock");
         github.install(app.id, ORGANIZATION)?;
-        std::fs::write(dir.join("webhook-secrets"), format!("{WEBHOOK_SECRET}\n"))?;
         Ok(Self { kube, aws, github, machines, app, agent, dir, operator_kubeconfig })
     }
 
@@ -180,16 +175,14 @@ impl Stage {
         let secrets = self.dir.join("webhook-secrets");
         std::fs::write(&secrets, format!("{WEBHOOK_SECRET}\n"))?;
         let mut command = Command::new(binary("paddock")?);
-        // The environment, so that an argument of the same name may say otherwise.
-        command.env("PADDOCK_WEBHOOK_SECRET_FILE", self.dir.join("webhook-secrets"));
         command
             .args(["run", "--cluster-name", CLUSTER, "--github-api-url", &self.github.api_url()])
-            .arg("--webhook-secret-file")
-            .arg(secrets)
             .args(["--listen", &address.to_string(), "--lease-duration", "3s"])
             .args(arguments)
             .env("KUBECONFIG", &self.operator_kubeconfig)
             .env("HOSTNAME", name)
+            // Not an argument, so that an argument may say otherwise.
+            .env("PADDOCK_WEBHOOK_SECRET_FILE", secrets)
             .envs(self.aws.env());
         Operator::start(name, command, &self.dir.join("operator"), address).await
     }

@@ -36,7 +36,6 @@ impl Delivery {
     fn failed(&self) -> bool {
         !self.arrived() && self.status != "pending"
     }
-
 }
 
 /// Whether the App's webhooks are refused for their signature, as the newest of them shows.

@@ -113,8 +113,10 @@ fn said<'a>(claim: &'a RunnerClaim, annotation: &str) -> Option<&'a str> {
     claim.metadata.annotations.as_ref()?.get(annotation).map(String::as_str)
 }
 
+type Header<'a> = (&'a str, &'a str);
+
 /// Posts a body as GitHub does, or almost.
-async fn post(url: &str, body: &[u8], headers: &[(&str, &str)]) -> Result<(StatusCode, String)> {
+async fn post(url: &str, body: &[u8], headers: &[Header<'_>]) -> Result<(StatusCode, String)> {
     let mut request = reqwest::Client::new().post(format!("{url}/webhook")).body(body.to_vec());
     for (name, value) in headers {
         request = request.header(*name, *value);
@@ -180,7 +182,7 @@ pub async fn i9_forged_and_broken_webhooks_change_nothing(world: &World) -> Resu
     let (signed_form, signed_deep) =
         (signature(WEBHOOK_SECRET, form.as_bytes()), signature(WEBHOOK_SECRET, deep.as_bytes()));
     let form_type = ("content-type", "application/x-www-form-urlencoded");
-    let cases: &[(&str, &str, &[(&str, &str)], StatusCode, &str)] = &[
+    let cases: &[(&str, &str, &[Header<'_>], StatusCode, &str)] = &[
         ("not signed", &body, &[json, event], StatusCode::UNAUTHORIZED, "X-Hub-Signature-256 is missing"),
         ("signed with SHA-1", &body, &[json, event, ("x-hub-signature", sha1)], StatusCode::UNAUTHORIZED, "SHA-1"),
         (
