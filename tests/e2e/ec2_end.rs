@@ -1,7 +1,7 @@
 //! How machines, claims and pools end: by time, by deletion, together with their namespace.
 
 use anyhow::{Context, Result, ensure};
-use k8s_openapi::api::core::v1::Namespace;
+use k8s_openapi::api::core::v1::{Namespace, Secret};
 use kube::{Api, api::DeleteParams};
 use paddock::api::{ClaimPhase, FailureReason, RunnerClaim, RunnerPool};
 use paddock_bed::{
@@ -9,8 +9,8 @@ use paddock_bed::{
         Service,
         faults::{Effect, Rule},
     },
-    github::{Conclusion, JobRequest, Status},
-    stage::{ORGANIZATION, REPOSITORY},
+    github::{Conclusion, Effect as FaultAtGitHub, Fault, JobRequest, Status},
+    stage::{CREDENTIALS, ORGANIZATION, REPOSITORY},
 };
 use paddock_record::State;
 use serde_json::json;
@@ -228,4 +228,33 @@ pub async fn i11_a_namespace_goes_with_pools_and_claims_in_it(world: &World) -> 
     ensure!(linux.runners().is_empty(), "I2: {:?}", linux.runners());
     ensure!(linux.cloud.records(&linux.key()).await?.is_empty(), "no record is left");
     Ok(())
+}
+
+/// I11: a claim whose machines cannot leave GitHub waits, says why, and goes when they can.
+pub async fn i11_a_deleted_claim_waits_for_github_and_says_so(world: &World) -> Result<()> {
+    let linux = Linux::new(world, json!({ "minIdle": 1, "maxInstances": 1 })).await?;
+    linux.claim("build", "8780", json!({})).await?;
+    linux.until_phase("build", ClaimPhase::Ready).await?;
+    let down = FaultAtGitHub::Status { status: 503, retry_after: None, reset_in: None };
+    world.stage.github.fault(Fault::new("POST", "/orgs/*/actions/runners/remove-token", down));
+    linux.delete_claim("build").await?;
+    let told = linux.until_claim("build", "waiting for GitHub", |status| why(status).0 == "GitHubUnavailable").await;
+    world.stage.github.clear_faults();
+    told?;
+    world.until_gone::<RunnerClaim>(&linux.namespace, "build").await?;
+    linux.until_pooled(1).await?;
+    linux.clean_up().await
+}
+
+/// I11: a claim goes even if nobody has the credentials any more to take its runners from GitHub: its machines end.
+pub async fn i11_a_claim_goes_without_its_credentials(world: &World) -> Result<()> {
+    let linux = Linux::new(world, json!({ "minIdle": 1, "maxInstances": 1 })).await?;
+    linux.claim("build", "8790", json!({})).await?;
+    linux.until_phase("build", ClaimPhase::Ready).await?;
+    world.api::<Secret>(&linux.namespace).delete(CREDENTIALS, &DeleteParams::default()).await?;
+    // One that has never read the Secret.
+    world.kill_operator()?;
+    world.start_operator().await?;
+    linux.release("build").await?;
+    linux.clean_up().await
 }

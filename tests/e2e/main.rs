@@ -160,6 +160,8 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         operator::a_missing_right_is_missed,
         operator::the_api_server_restarts,
         ec2_life::a_run_that_is_over_releases_its_claim_and_the_claim_goes_in_time,
+        ec2_end::i11_a_deleted_claim_waits_for_github_and_says_so,
+        ec2_end::i11_a_claim_goes_without_its_credentials,
         ec2_faults::i12_a_throttled_table_slows_a_claim_and_breaks_nothing,
         webhook::webhooks_lost_while_nobody_listens_are_found,
         webhook::webhooks_wait_for_the_api_server,
