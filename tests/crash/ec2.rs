@@ -118,11 +118,11 @@ impl<'a> Scene<'a> {
         own.map(|instance| (instance.id, instance.state == InstanceState::Running)).collect()
     }
 
-    /// The running machines that GitHub knows as runners, with their labels.
+    /// The machines that GitHub knows as runners, with their labels, whether they still run or not.
     fn runners(&self) -> BTreeMap<String, Vec<String>> {
         let machines = self.machines();
         let runners = self.life.stage.github.runners().into_iter();
-        let own = runners.filter(|runner| machines.get(&runner.name) == Some(&true));
+        let own = runners.filter(|runner| machines.contains_key(&runner.name));
         own.map(|runner| (runner.name, runner.labels)).collect()
     }
 

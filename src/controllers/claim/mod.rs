@@ -31,7 +31,7 @@ use crate::{
         ClaimPhase, ClaimReason, ClaimWorker, Ec2Pool, Hardware, PhaseTimes, READY, RunnerClaim, RunnerClaimStatus,
         RunnerPool, WorkerSource, ready_condition, set_condition,
     },
-    effects::aws::AwsError,
+    effects::{aws::AwsError, credentials::CredentialsError},
     plan::{fleet::pool_key, instance::Tracked},
 };
 
@@ -163,7 +163,10 @@ impl Work {
         }
         let credentials =
             self.context.credentials.get_or_last(&self.namespace, &pool.github.credentials_ref.name).await;
-        let credentials = credentials.map_err(|error| Outage(error.to_string()))?;
+        let credentials = credentials.map_err(|error| match error {
+            CredentialsError::Unreadable { .. } => Outage::GitHub(error.to_string()),
+            error => Outage::NoCredentials(error.to_string()),
+        })?;
         let scope = registrations::scope(pool);
         let token = match kind {
             TokenKind::Registration => {
@@ -172,7 +175,7 @@ impl Work {
             }
             TokenKind::Removal => self.context.github.remove_token(&credentials, &scope).await,
         };
-        token.map_err(|error| Outage(error.to_string()))
+        token.map_err(|error| Outage::GitHub(error.to_string()))
     }
 
     fn list_workers(&mut self, held: &[Tracked]) {
@@ -233,7 +236,8 @@ impl Work {
     }
 
     async fn wait_for_github(&mut self, outage: Outage) -> Result<Action> {
-        self.say(ClaimReason::GitHubUnavailable, outage.0).await?;
+        let (Outage::NoCredentials(why) | Outage::GitHub(why)) = outage;
+        self.say(ClaimReason::GitHubUnavailable, why).await?;
         Ok(Action::requeue(WAIT))
     }
 
@@ -281,7 +285,11 @@ impl Work {
 struct Stale;
 
 /// Why there is no token to be had, for a person.
-struct Outage(String);
+enum Outage {
+    /// The Secret is not there or not good, and nobody knows when it will be.
+    NoCredentials(String),
+    GitHub(String),
+}
 
 enum TokenKind {
     Registration,

@@ -6,7 +6,7 @@ use kube::runtime::controller::Action;
 use paddock_record::{Instance, State};
 use secrecy::ExposeSecret;
 
-use super::{LOOK_AGAIN, STALE, TokenKind, Work};
+use super::{LOOK_AGAIN, Outage, STALE, TokenKind, Work};
 use crate::{
     api::{ClaimPhase, ClaimReason, FailureReason},
     controllers::objects,
@@ -86,6 +86,15 @@ impl Work {
         let Some(ec2) = self.pool.as_ref().and_then(|pool| pool.spec.ec2.clone()) else { return Ok(None) };
         let token = match self.token(&ec2, TokenKind::Removal).await {
             Ok(token) => token,
+            // A deleted claim goes in any case: its machines end, and what GitHub knows of them is nobody's to remove.
+            Err(Outage::NoCredentials(why)) if self.claim.metadata.deletion_timestamp.is_some() => {
+                let why = format!("the claim was deleted, and its runner cannot leave GitHub: {why}");
+                for tracked in held {
+                    let id = &tracked.record.instance_id;
+                    self.context.end_instance(id, FailureReason::DeregistrationFailed, &why).await?;
+                }
+                return Ok(None);
+            }
             Err(error) => return self.wait_for_github(error).await.map(Some),
         };
         let now = Timestamp::now();
