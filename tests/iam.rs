@@ -13,7 +13,13 @@ use serde_json::Value;
 const OF_CREATE_FLEET: [&str; 3] = ["ec2:CreateTags", "ec2:RunInstances", "iam:PassRole"];
 
 /// EC2 lets these be granted for everything or not at all.
-const WITHOUT_RESOURCE: [&str; 2] = ["ec2:DescribeInstances", "ec2:DescribeLaunchTemplateVersions"];
+const WITHOUT_RESOURCE: [&str; 5] = [
+    "ec2:DescribeImages",
+    "ec2:DescribeInstances",
+    "ec2:DescribeLaunchTemplateVersions",
+    "ec2:DescribeSecurityGroups",
+    "ec2:DescribeSubnets",
+];
 
 fn read(path: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()

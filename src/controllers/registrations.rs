@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Context, reference};
 use crate::{
     api::{Ec2Pool, RunnerPool},
-    effects::github::Scope,
+    effects::github::{Removal, Scope},
     plan::{
         instance::Tracked,
         registration::{Listed, Verdict, is_doubtful, verdict},
@@ -70,6 +70,24 @@ async fn check(context: &Context, pool: &RunnerPool, tracked: &Tracked) -> Resul
         Verdict::End(reason, why) => context.end_instance(&record.instance_id, reason, &why).await?,
     }
     Ok(())
+}
+
+/// Removes the runner that an ended machine of a deleted pool may have left, as nobody looks for it later. It is tried
+/// once: credentials may have gone with the namespace, and the pool has to go too.
+pub async fn remove_last(context: &Context, pool: &Ec2Pool, record: &Instance) {
+    if record.run_id.is_empty() && record.leaving.is_empty() {
+        return;
+    }
+    let namespace = record.pool.split_once('/').map_or("", |(namespace, _)| namespace);
+    let removed = async {
+        let credentials = context.credentials.get_or_last(namespace, &pool.github.credentials_ref.name).await?;
+        anyhow::Ok(context.github.remove_runner(&credentials, &scope(pool), &record.instance_id).await?)
+    };
+    match removed.await {
+        Ok(Removal::Deleted | Removal::Gone) => {}
+        Ok(Removal::Busy) => tracing::warn!(instance = record.instance_id, "GitHub keeps a runner that it calls busy"),
+        Err(error) => tracing::warn!(instance = record.instance_id, %error, "a runner may be left at GitHub"),
+    }
 }
 
 impl Context {

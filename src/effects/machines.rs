@@ -15,7 +15,7 @@ use aws_sdk_ec2::{
 
 use super::aws::{AwsError, plain, word};
 use crate::{
-    api::{LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
+    api::{Ec2Pool, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
     plan::{
         fleet::{FleetRequest, TemplateRequest},
         shortage::Cause,
@@ -124,6 +124,25 @@ impl Machines {
             Err(error) if !error.code().is_some_and(|code| code.contains("NotFound")) => Err(error),
             _ => Ok(()),
         }
+    }
+
+    /// Whether EC2 has what a pool names: else the error says what it does not know.
+    pub async fn check(&self, pool: &Ec2Pool) -> Result<(), AwsError> {
+        let subnets = self.client.describe_subnets().set_subnet_ids(Some(pool.subnet_ids.clone())).send();
+        let images = self.client.describe_images().image_ids(&pool.ami_id).send();
+        let groups = self.client.describe_security_groups();
+        let groups = groups.set_group_ids(Some(pool.security_group_ids.clone())).send();
+        let (subnets, images, groups) = tokio::join!(subnets, images, groups);
+        subnets.map_err(word("DescribeSubnets"))?;
+        let images = images.map_err(word("DescribeImages"))?.images.unwrap_or_default();
+        groups.map_err(word("DescribeSecurityGroups"))?;
+        if images.is_empty() {
+            // EC2 does not list what is not shared with the account.
+            let (call, code) = ("DescribeImages", "InvalidAMIID.NotFound".to_owned());
+            let message = format!("the image {} is not there, or not for this account", pool.ami_id);
+            return Err(AwsError::Refused { call, code, message });
+        }
+        Ok(())
     }
 
     /// Asks for a fleet. The same client token brings the same instances again, so a lost answer loses nothing.

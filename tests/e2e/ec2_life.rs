@@ -3,7 +3,9 @@
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::core::v1::Event;
 use kube::api::{ListParams, Patch, PatchParams};
-use paddock::api::{ANNOTATION_RUN_STATE, ClaimPhase, ClaimReason, FailureReason, RunnerClaim, Worker};
+use paddock::api::{
+    ANNOTATION_RUN_STATE, ClaimPhase, ClaimReason, FailureReason, RunnerClaim, RunnerPoolStatus, Worker,
+};
 use paddock_bed::{
     aws::{
         Limit, Service, Usage,
@@ -204,5 +206,26 @@ pub async fn a_pool_says_what_is_wrong_with_it_until_it_is_mended(world: &World)
     drop(denied);
     linux.set(json!({ "minIdle": 1, "maxInstances": 2 })).await?;
     linux.until_pool("mended and warm", |status| pool_why(status).0 == "Ready" && status.workers.idle == 1).await?;
+    linux.clean_up().await
+}
+
+/// I4: an order whose answer was lost is repeated as it was, though the pool is another by then: the machines are the same.
+pub async fn i4_an_order_is_repeated_as_it_was_after_the_pool_was_edited(world: &World) -> Result<()> {
+    let linux = Linux::new(world, json!({})).await?;
+    let version = |status: &RunnerPoolStatus| status.launch_template.as_ref().map(|template| template.version);
+    let before = version(&linux.pool_status().await?);
+    let lost = Rule::on(Service::Ec2, "CreateFleet", Effect::LostResponse).containing(&linux.key());
+    let lost = linux.fault(lost);
+    linux.claim("build", "8701", json!({})).await?;
+    world.until_true("EC2 has launched it", async || Ok(!linux.instances().is_empty())).await?;
+    let larger = json!([{ "name": "medium", "cpu": 2, "memoryMiB": 8192 }]);
+    linux.set(json!({ "preRunnerScript": "true", "resourceClasses": larger })).await?;
+    linux.until_pool("made anew", |status| version(status) > before).await?;
+    drop(lost);
+    let ready = linux.until_phase("build", ClaimPhase::Ready).await?;
+    ensure!(linux.instances().len() == 1, "one machine was asked for, and {} came", linux.instances().len());
+    let order = ready.fleet.context("it was ordered")?;
+    ensure!(Some(order.launch_template.version) == before && order.attempt == 1, "{order:?}");
+    linux.release("build").await?;
     linux.clean_up().await
 }

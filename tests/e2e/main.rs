@@ -121,6 +121,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2_life::a_machine_whose_scrub_script_fails_is_never_pooled,
         ec2_life::a_claim_waits_while_every_zone_is_known_to_be_empty,
         ec2_life::i4_spot_falls_back_to_on_demand_and_keeps_nothing_of_the_first_order,
+        ec2_life::i4_an_order_is_repeated_as_it_was_after_the_pool_was_edited,
         ec2_life::i2_lost_machines_are_told_apart_and_their_runners_removed,
         ec2_life::a_pool_says_what_is_wrong_with_it_until_it_is_mended,
         ec2_pool::a_personal_token_and_a_repository_serve_as_well,

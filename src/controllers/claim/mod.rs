@@ -225,12 +225,13 @@ impl Work {
     async fn explain(&mut self, outcome: Result<Action>) -> Result<Action> {
         match outcome {
             Err(error) if error.is::<Stale>() => Ok(Action::requeue(STALE)),
-            Err(error) => {
-                if let Some(trouble) = error.downcast_ref::<AwsError>() {
-                    self.say(ClaimReason::AwsUnavailable, trouble.to_string()).await?;
-                }
-                Err(error)
-            }
+            Err(error) => match error.downcast_ref::<AwsError>().map(ToString::to_string) {
+                Some(trouble) => match self.say(ClaimReason::AwsUnavailable, trouble).await {
+                    Err(stale) if stale.is::<Stale>() => Ok(Action::requeue(STALE)),
+                    said => said.and(Err(error)),
+                },
+                None => Err(error),
+            },
             outcome => outcome,
         }
     }

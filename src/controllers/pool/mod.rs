@@ -22,7 +22,7 @@ use self::upkeep::{keep_up, keep_warm};
 use super::{
     Context, drive, mirror,
     objects::{self, Written},
-    reference,
+    reference, registrations,
 };
 use crate::{
     api::{
@@ -91,8 +91,8 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
         Ok(()) => keep_warm(context, pool, ec2, &key, &new).await,
         trouble => trouble,
     };
-    if outcome.is_err() {
-        // Something may have been taken away: the next look sees to it.
+    // Something may have been taken away: the next look sees to it. Capacity is nothing that we could make.
+    if outcome.as_ref().is_err_and(|(reason, _)| *reason != PoolReason::InsufficientCapacity) {
         context.timers.reset(&timer);
     }
     let launch = context.troubles.of_launch(&key, pool.metadata.generation).map(|(trouble, _)| trouble);
@@ -161,6 +161,7 @@ async fn prepare(
         queues.push(Queue { resource_class: class.name.clone(), url });
     }
     new.queues = queues;
+    context.machines.check(ec2).await.map_err(at_aws)?;
     let config = AgentConfig {
         pre_runner_script: ec2.pre_runner_script.clone().unwrap_or_default(),
         scrub_script: ec2.reuse.scrub_script.clone(),
@@ -221,6 +222,7 @@ async fn take_down(context: &Context, pool: &RunnerPool, ec2: &Ec2Pool, key: &st
             let why = "its pool was deleted";
             context.end_instance(&tracked.record.instance_id, FailureReason::CreationAborted, why).await?;
         }
+        registrations::remove_last(context, ec2, &tracked.record).await;
         context.ledger.forget(&tracked.record.instance_id).await?;
     }
     let cluster = &context.settings.cluster_name;
