@@ -80,9 +80,13 @@ fn capitalised(word: &str) -> String {
     first.to_uppercase() + rest
 }
 
-/// The action that IAM knows for a call: those for batches go by that for one.
+/// The action that IAM knows for a call: those for batches go by that for one, and a transaction by what is in it.
 fn action(service: &str, call: &str) -> String {
-    let call = if service == "sqs" { call.trim_end_matches("Batch") } else { call };
+    let call = match (service, call) {
+        ("sqs", call) => call.trim_end_matches("Batch"),
+        ("dynamodb", "TransactWriteItems") => "UpdateItem",
+        (_, call) => call,
+    };
     format!("{service}:{call}")
 }
 

@@ -177,11 +177,12 @@ impl Stage {
         let mut command = Command::new(binary("paddock")?);
         command
             .args(["run", "--cluster-name", CLUSTER, "--github-api-url", &self.github.api_url()])
-            .args(["--listen", &address.to_string(), "--lease-duration", "3s"])
+            .args(["--listen", &address.to_string()])
             .args(arguments)
             .env("KUBECONFIG", &self.operator_kubeconfig)
             .env("HOSTNAME", name)
-            // Not an argument, so that an argument may say otherwise.
+            // Not arguments, so that an argument may say otherwise.
+            .env("PADDOCK_LEASE_DURATION", "3s")
             .env("PADDOCK_WEBHOOK_SECRET_FILE", secrets)
             .envs(self.aws.env());
         Operator::start(name, command, &self.dir.join("operator"), address).await

@@ -24,6 +24,10 @@ pub struct IdleMessage {
 pub enum Discard {
     Malformed(String),
     Expired,
+    /// Its instance is not idle any more.
+    Taken,
+    /// Its instance is not of this pool, or of nobody's.
+    Foreign,
 }
 
 impl Discard {
@@ -32,6 +36,8 @@ impl Discard {
         match self {
             Self::Malformed(_) => "malformed",
             Self::Expired => "expired",
+            Self::Taken => "taken",
+            Self::Foreign => "foreign",
         }
     }
 }

@@ -1,8 +1,12 @@
 //! Workers mirror records: one `Worker` object per instance, written only when it changed.
 
-use std::collections::HashSet;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use anyhow::Result;
+use futures::{StreamExt, stream};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{
@@ -10,6 +14,7 @@ use kube::{
     api::{ObjectMeta, Patch, PatchParams},
 };
 use paddock_record::State;
+use tokio_util::sync::CancellationToken;
 
 use super::{
     Context,
@@ -23,6 +28,14 @@ use crate::{
     },
     plan::instance::Tracked,
 };
+
+/// Workers written at once: they follow behind, and leave the API server to those who wait for it.
+const WRITES: usize = 4;
+/// How long claims come first.
+const YIELD: Duration = Duration::from_secs(3);
+/// After a write over a version that is not there any more: the news are on their way.
+const STALE: Duration = Duration::from_millis(200);
+const RETRY: Duration = Duration::from_secs(5);
 
 pub const fn worker_state(state: State) -> WorkerState {
     match state {
@@ -46,37 +59,76 @@ pub fn counts(instances: &[Tracked]) -> WorkerCounts {
     }
 }
 
-/// Makes the Workers of a pool show its instances, and removes those that stand for none. Stale: some were seen as they
-/// are not any more, and have to be looked at again.
-pub async fn mirror(context: &Context, pool: &RunnerPool, ec2: &Ec2Pool, instances: &[Tracked]) -> Result<Written> {
-    let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
-    let api: Api<Worker> = Api::namespaced(context.client.clone(), &namespace);
-    let mut all = Written::Yes;
-    for tracked in instances {
-        let id = &tracked.record.instance_id;
-        let old = context.stores.workers.store.get(&reference(&namespace, id));
-        let old_status = old.as_ref().and_then(|worker| worker.status.as_ref());
-        let new = worker_status(tracked, ec2, old_status);
-        let wanted = worker(pool, tracked);
-        let worker = match old {
-            Some(old) if old.labels() == wanted.labels() => (*old).clone(),
-            _ => api.patch(id, &PatchParams::apply(FIELD_MANAGER).force(), &Patch::Apply(&wanted)).await?,
-        };
-        if objects::write_status(&context.client, &worker, worker.status.as_ref(), &new).await? == Written::Stale {
-            all = Written::Stale;
+/// Makes Workers show their instances as these change, until `stop`. Nobody waits for it.
+pub async fn run(context: Arc<Context>, stop: CancellationToken) {
+    let mut changed = Box::pin(context.ledger.changed_instances().take_until(stop.cancelled_owned()));
+    while let Some(ids) = changed.next().await {
+        let since = Instant::now();
+        while context.ledger.is_claiming() && since.elapsed() < YIELD {
+            tokio::time::sleep(STALE).await;
         }
+        stream::iter(ids).for_each_concurrent(WRITES, |id| show(&context, id)).await;
     }
-    let there: HashSet<_> = instances.iter().map(|tracked| tracked.record.instance_id.as_str()).collect();
-    let strays = context.stores.workers.store.state_filter(|worker| {
-        worker.spec.ec2.is_some()
-            && worker.spec.pool == name
-            && worker.namespace().as_deref() == Some(&namespace)
-            && !there.contains(worker.name_any().as_str())
+}
+
+/// Has those Workers looked at that stand for no instance any more.
+pub fn find_strays(context: &Context) {
+    let stray = |worker: &Worker| worker.spec.ec2.is_some() && context.ledger.get(&worker.name_any()).is_none();
+    for worker in context.stores.workers.store.state_filter(stray) {
+        context.ledger.show(&worker.name_any());
+    }
+}
+
+async fn show(context: &Arc<Context>, id: String) {
+    let outcome = match context.ledger.get(&id) {
+        Some(tracked) => mirror(context, &tracked).await,
+        None => remove(context, &id).await,
+    };
+    let trouble = match outcome {
+        Ok(Written::Yes) => return,
+        Ok(Written::Stale) => None,
+        Err(error) => Some(error),
+    };
+    let pause = if trouble.is_some() { RETRY } else { STALE };
+    if let Some(error) = trouble {
+        tracing::warn!(worker = id, "a Worker cannot be written: {error:#}");
+    }
+    let context = context.clone();
+    tokio::spawn(async move {
+        tokio::time::sleep(pause).await;
+        context.ledger.show(&id);
     });
-    for stray in strays {
-        objects::delete(&api, &stray.name_any()).await?;
+}
+
+async fn mirror(context: &Context, tracked: &Tracked) -> Result<Written> {
+    let (id, key) = (&tracked.record.instance_id, &tracked.record.pool);
+    let pool = key
+        .split_once('/')
+        .and_then(|(namespace, name)| context.stores.pools.store.get(&reference::<RunnerPool>(namespace, name)));
+    // Without its pool an instance is about to end, and so is its Worker.
+    let Some(pool) = pool else { return Ok(Written::Yes) };
+    let (Some(ec2), namespace) = (&pool.spec.ec2, pool.namespace().unwrap_or_default()) else {
+        return Ok(Written::Yes);
+    };
+    let old = context.stores.workers.store.get(&reference(&namespace, id));
+    let new = worker_status(tracked, ec2, old.as_ref().and_then(|worker| worker.status.as_ref()));
+    let wanted = worker(&pool, tracked);
+    let worker = match old {
+        Some(old) if old.labels() == wanted.labels() => (*old).clone(),
+        _ => {
+            let api: Api<Worker> = Api::namespaced(context.client.clone(), &namespace);
+            api.patch(id, &PatchParams::apply(FIELD_MANAGER).force(), &Patch::Apply(&wanted)).await?
+        }
+    };
+    objects::write_status(&context.client, &worker, worker.status.as_ref(), &new).await
+}
+
+async fn remove(context: &Context, id: &str) -> Result<Written> {
+    let stray = |worker: &Worker| worker.spec.ec2.is_some() && worker.name_any() == id;
+    for worker in context.stores.workers.store.state_filter(stray) {
+        objects::delete(&objects::api(&context.client, &*worker), id).await?;
     }
-    Ok(all)
+    Ok(Written::Yes)
 }
 
 fn worker(pool: &RunnerPool, tracked: &Tracked) -> Worker {

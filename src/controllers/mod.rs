@@ -69,7 +69,7 @@ pub struct Context {
     pub metrics: Metrics,
     pub github: GitHub,
     pub credentials: CredentialStore,
-    pub ledger: Ledger,
+    pub ledger: Arc<Ledger>,
     pub queues: Queues,
     pub machines: Machines,
     pub pickups: Arc<Pickups>,
@@ -95,12 +95,13 @@ impl Context {
         let reporter = Reporter { controller: "paddock".into(), instance: std::env::var("HOSTNAME").ok() };
         let aws = Clients::new(fence).await;
         let queues = Queues::new(aws.sqs);
+        let ledger = Arc::new(Ledger::new(Records::new(aws.dynamodb, table_name(&settings.cluster_name))));
         Self {
             github: GitHub::new(&settings.github_api_url, fence.clone()),
             credentials: CredentialStore::new(client.clone()),
-            ledger: Ledger::new(Records::new(aws.dynamodb, table_name(&settings.cluster_name))),
             machines: Machines::new(aws.ec2),
-            pickups: Pickups::new(queues.clone(), metrics.clone()),
+            pickups: Pickups::new(queues.clone(), ledger.clone(), metrics.clone()),
+            ledger,
             queues,
             timers: Timers::default(),
             troubles: Troubles::default(),
@@ -157,6 +158,7 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
             if context.ledger.is_loaded()
                 && let Err(error) = async {
                     context.ledger.reload().await?;
+                    mirror::find_strays(&context);
                     context.end_strays().await
                 }
                 .await
@@ -168,6 +170,7 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
     tokio::join!(
         reload,
         context.ledger.listen(stop.clone()),
+        mirror::run(context.clone(), stop.clone()),
         pool::run(context.clone(), stop.clone()),
         claim::run(context.clone(), stop.clone()),
         board::run(context.clone(), stop.clone()),

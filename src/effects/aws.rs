@@ -113,6 +113,9 @@ fn classify(call: &'static str, code: String, message: String) -> AwsError {
         | "Throttling"
         | "ThrottlingException"
         | "RequestThrottled"
+        // Two writes to one record at the same moment: neither is wrong, and the next try finds what came of them.
+        | "TransactionCanceledException"
+        | "TransactionConflictException"
         | "ProvisionedThroughputExceededException"
         | "TooManyRequestsException" => AwsError::Throttled { call, message: format!("{code}: {message}") },
         "InternalError" | "InternalServerError" | "InternalFailure" | "ServiceUnavailable" | "Unavailable" => {

@@ -7,8 +7,12 @@ use std::{collections::HashMap, time::Duration};
 
 use aws_sdk_sqs::{
     Client,
-    types::{DeleteMessageBatchRequestEntry, QueueAttributeName},
+    types::{
+        ChangeMessageVisibilityBatchRequestEntry, DeleteMessageBatchRequestEntry, QueueAttributeName,
+        SendMessageBatchRequestEntry,
+    },
 };
+use futures::future::try_join_all;
 
 use super::aws::{AwsError, word};
 
@@ -66,8 +70,23 @@ impl Queues {
         url.ok_or(AwsError::Unreachable { call: "CreateQueue", message: "the answer has no URL".into() })
     }
 
-    pub async fn send(&self, url: &str, body: &str) -> Result<(), AwsError> {
-        self.client.send_message().queue_url(url).message_body(body).send().await.map_err(word("SendMessage")).map(drop)
+    pub async fn send(&self, url: &str, bodies: &[String]) -> Result<(), AwsError> {
+        let sends = bodies.chunks(BATCH).map(async |batch| {
+            let entries = batch.iter().enumerate().map(|(index, body)| {
+                let entry = SendMessageBatchRequestEntry::builder().id(index.to_string()).message_body(body);
+                entry.build().expect("id and body are set")
+            });
+            let send = self.client.send_message_batch().queue_url(url).set_entries(Some(entries.collect()));
+            let answer = send.send().await.map_err(word("SendMessageBatch"))?;
+            match answer.failed.first() {
+                None => Ok(()),
+                Some(failed) => {
+                    let message = failed.message.clone().unwrap_or_else(|| failed.code.clone());
+                    Err(AwsError::Unreachable { call: "SendMessageBatch", message })
+                }
+            }
+        });
+        try_join_all(sends).await.map(drop)
     }
 
     /// One short poll.
@@ -81,15 +100,27 @@ impl Queues {
         Ok(messages.filter_map(read).collect())
     }
 
-    /// Shows a message to others again after `delay`.
-    pub async fn put_back(&self, url: &str, message: &Received, delay: Duration) -> Result<(), AwsError> {
-        let change = self.client.change_message_visibility().queue_url(url).receipt_handle(&message.receipt);
+    /// Shows messages to others again after `delay`. One that fails comes back when its visibility runs out.
+    pub async fn put_back(&self, url: &str, messages: &[Received], delay: Duration) -> Result<(), AwsError> {
         let seconds = i32::try_from(delay.as_secs()).unwrap_or(i32::MAX);
-        change.visibility_timeout(seconds).send().await.map_err(word("ChangeMessageVisibility")).map(drop)
+        let changes = messages.chunks(BATCH).map(async |batch| {
+            let entries = batch.iter().enumerate().map(|(index, message)| {
+                ChangeMessageVisibilityBatchRequestEntry::builder()
+                    .id(index.to_string())
+                    .receipt_handle(&message.receipt)
+                    .visibility_timeout(seconds)
+                    .build()
+                    .expect("id and receipt are set")
+            });
+            let change = self.client.change_message_visibility_batch().queue_url(url);
+            let change = change.set_entries(Some(entries.collect())).send().await;
+            change.map_err(word("ChangeMessageVisibilityBatch"))
+        });
+        try_join_all(changes).await.map(drop)
     }
 
     pub async fn delete(&self, url: &str, messages: &[Received]) -> Result<(), AwsError> {
-        for batch in messages.chunks(BATCH) {
+        let deletes = messages.chunks(BATCH).map(async |batch| {
             let entries = batch.iter().enumerate().map(|(index, message)| {
                 DeleteMessageBatchRequestEntry::builder()
                     .id(index.to_string())
@@ -98,9 +129,9 @@ impl Queues {
                     .expect("id and receipt are set")
             });
             let delete = self.client.delete_message_batch().queue_url(url).set_entries(Some(entries.collect()));
-            delete.send().await.map_err(word("DeleteMessageBatch"))?;
-        }
-        Ok(())
+            delete.send().await.map_err(word("DeleteMessageBatch"))
+        });
+        try_join_all(deletes).await.map(drop)
     }
 
     /// How many messages there are, hidden and delayed ones too, give or take what SQS has not counted yet.

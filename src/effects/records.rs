@@ -1,13 +1,14 @@
 //! The table of instances: the one arbiter of who owns what.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Duration};
 
 use aws_sdk_dynamodb::{
     Client,
-    operation::update_item::UpdateItemError,
+    operation::{transact_write_items::TransactWriteItemsError, update_item::UpdateItemError},
     types::{
-        AttributeDefinition, AttributeValue, BillingMode, KeySchemaElement, KeyType, KeysAndAttributes, ReturnValue,
-        ReturnValuesOnConditionCheckFailure, ScalarAttributeType, TableStatus,
+        AttributeDefinition, AttributeValue, BillingMode, CancellationReason, KeySchemaElement, KeyType,
+        KeysAndAttributes, Put, ReturnValue, ReturnValuesOnConditionCheckFailure, ScalarAttributeType, TableStatus,
+        TransactWriteItem, Update,
     },
 };
 use jiff::Timestamp;
@@ -18,8 +19,14 @@ use crate::plan::instance::Vitals;
 
 type Item = HashMap<String, AttributeValue>;
 
-/// `BatchGetItem` takes 100 keys; each instance has two.
-const INSTANCES_PER_READ: usize = 50;
+/// What `BatchGetItem` takes.
+const KEYS_PER_READ: usize = 100;
+/// DynamoDB takes 100, but all of them lose with one that loses.
+pub const MOVES_PER_WRITE: usize = 25;
+/// How often a call that met another write is sent again, and how much longer each time it waits: a write takes
+/// milliseconds.
+const CONFLICTS: u32 = 4;
+const CONFLICT_PAUSE: Duration = Duration::from_millis(20);
 
 #[derive(Clone)]
 pub struct Records {
@@ -32,6 +39,17 @@ pub struct Records {
 pub enum Outcome {
     Won(Instance),
     Lost(Option<Instance>),
+}
+
+/// An instance as it was seen, and as it shall be.
+pub type Move = (Instance, Instance);
+
+/// A look at what an agent has written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Look {
+    pub id: String,
+    /// Whether its heartbeat is wanted, too.
+    pub heartbeat: bool,
 }
 
 impl Records {
@@ -79,6 +97,26 @@ impl Records {
         }
     }
 
+    /// Writes the first records of up to [`MOVES_PER_WRITE`] instances in one call. Where one has a record already, each is
+    /// written by itself.
+    pub async fn create_together(&self, instances: &[Instance]) -> Result<Vec<Outcome>, AwsError> {
+        let put = |instance: &Instance| {
+            let put = Put::builder().table_name(&self.table).set_item(Some(instance.to_item()));
+            let put = put.condition_expression("attribute_not_exists(PK)").build().expect("table and item are set");
+            TransactWriteItem::builder().put(put).build()
+        };
+        let puts = instances.iter().map(put).collect();
+        match self.client.transact_write_items().set_transact_items(Some(puts)).send().await {
+            Ok(_) => Ok(instances.iter().cloned().map(Outcome::Won).collect()),
+            Err(error) => match error.as_service_error() {
+                Some(TransactWriteItemsError::TransactionCanceledException(_)) => {
+                    futures::future::try_join_all(instances.iter().map(|instance| self.create(instance))).await
+                }
+                _ => Err(word("TransactWriteItems")(error)),
+            },
+        }
+    }
+
     pub async fn get(&self, id: &str) -> Result<Option<Instance>, AwsError> {
         let get = self.client.get_item().table_name(&self.table).set_key(Some(key(entity::INSTANCE, id)));
         let answer = get.consistent_read(true).send().await.map_err(word("GetItem"))?;
@@ -89,55 +127,84 @@ impl Records {
     /// still has the seen state, run and `leaving`, is not being deregistered where it is about to be claimed, and its
     /// time is not up (an ending instance needs no live threshold).
     pub async fn advance(&self, seen: &Instance, next: &Instance, now: Timestamp) -> Result<Outcome, AwsError> {
-        debug_assert!(seen.state == next.state || seen.state.may_become(next.state), "{seen:?} → {next:?}");
-        let free = seen.leaving.is_empty();
-        let claims = (seen.state, next.state) == (State::Idle, State::Claimed);
-        let mut condition = vec!["#state = :seenState", "#run = :seenRun"];
-        condition.push(match free || claims {
-            true => "(attribute_not_exists(#leaving) OR #leaving = :seenLeaving)",
-            false => "#leaving = :seenLeaving",
-        });
-        let leaving = if claims { String::new() } else { seen.leaving.clone() };
-        let mut update = self
+        let write = Write::new(seen, next, now);
+        let update = self
             .client
             .update_item()
             .table_name(&self.table)
             .set_key(Some(key(entity::INSTANCE, &seen.instance_id)))
-            .expression_attribute_names("#state", a::STATE)
-            .expression_attribute_names("#run", a::RUN_ID)
-            .expression_attribute_values(":seenState", AttributeValue::S(seen.state.to_string()))
-            .expression_attribute_values(":seenRun", AttributeValue::S(seen.run_id.clone()))
-            .expression_attribute_values(":seenLeaving", AttributeValue::S(leaving))
+            .update_expression(write.update)
+            .condition_expression(write.condition)
+            .set_expression_attribute_names(Some(write.names))
+            .set_expression_attribute_values(Some(write.values))
             .return_values(ReturnValue::AllNew)
             .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld);
-        if next.state != State::Terminated {
-            condition.push("#threshold > :now");
-            update = update.expression_attribute_values(":now", AttributeValue::S(stamp(now)));
-        }
-        let mut assignments = Vec::new();
-        for (index, (name, value)) in changed(next).into_iter().enumerate() {
-            assignments.push(format!("#{} = :v{index}", alias(name)));
-            update = update
-                .expression_attribute_names(format!("#{}", alias(name)), name)
-                .expression_attribute_values(format!(":v{index}"), value);
-        }
-        let update = update
-            .update_expression(format!("SET {}", assignments.join(", ")))
-            .condition_expression(condition.join(" AND "));
         match update.send().await {
             Ok(answer) => {
                 Ok(Outcome::Won(answer.attributes.as_ref().and_then(readable).unwrap_or_else(|| next.clone())))
             }
             Err(error) => match error.as_service_error() {
-                Some(UpdateItemError::ConditionalCheckFailedException(failed)) => {
-                    let there = failed.item().and_then(readable);
-                    // A retried write fails because its first try won and only the answer was lost.
-                    let ours = there.as_ref().is_some_and(|there| changed(there) == changed(next));
-                    Ok(if ours { Outcome::Won(next.clone()) } else { Outcome::Lost(there) })
-                }
+                Some(UpdateItemError::ConditionalCheckFailedException(failed)) => Ok(failure(failed.item(), next)),
                 _ => Err(word("UpdateItem")(error)),
             },
         }
+    }
+
+    /// Moves up to [`MOVES_PER_WRITE`] instances in one call, each under its own condition as in [`Self::advance`].
+    /// DynamoDB makes all of the moves or none, so those that lost are left out and the others sent again.
+    pub async fn advance_together(&self, moves: &[Move], now: Timestamp) -> Result<Vec<Outcome>, AwsError> {
+        let mut outcomes: Vec<Option<Outcome>> = vec![None; moves.len()];
+        let mut conflicts = 0;
+        loop {
+            let open: Vec<_> = (0..moves.len()).filter(|index| outcomes[*index].is_none()).collect();
+            if let [] | [_] = open[..] {
+                for index in open {
+                    let (seen, next) = &moves[index];
+                    outcomes[index] = Some(self.advance(seen, next, now).await?);
+                }
+                return Ok(outcomes.into_iter().flatten().collect());
+            }
+            let writes = open.iter().map(|index| self.part(&moves[*index], now));
+            let answer = self.client.transact_write_items().set_transact_items(Some(writes.collect())).send().await;
+            let error = match answer {
+                Ok(_) => {
+                    open.iter().for_each(|index| outcomes[*index] = Some(Outcome::Won(moves[*index].1.clone())));
+                    continue;
+                }
+                Err(error) => error,
+            };
+            let Some(TransactWriteItemsError::TransactionCanceledException(cancelled)) = error.as_service_error()
+            else {
+                return Err(word("TransactWriteItems")(error));
+            };
+            let lost = |reason: &CancellationReason| reason.code() == Some("ConditionalCheckFailed");
+            let reasons = cancelled.cancellation_reasons();
+            if !reasons.iter().any(lost) {
+                // Another write to one of them is on its way.
+                conflicts += 1;
+                if conflicts > CONFLICTS {
+                    return Err(word("TransactWriteItems")(error));
+                }
+                tokio::time::sleep(CONFLICT_PAUSE * conflicts).await;
+                continue;
+            }
+            for (index, reason) in open.into_iter().zip(reasons).filter(|(_, reason)| lost(reason)) {
+                outcomes[index] = Some(failure(reason.item(), &moves[index].1));
+            }
+        }
+    }
+
+    fn part(&self, (seen, next): &Move, now: Timestamp) -> TransactWriteItem {
+        let write = Write::new(seen, next, now);
+        let update = Update::builder()
+            .table_name(&self.table)
+            .set_key(Some(key(entity::INSTANCE, &seen.instance_id)))
+            .update_expression(write.update)
+            .condition_expression(write.condition)
+            .set_expression_attribute_names(Some(write.names))
+            .set_expression_attribute_values(Some(write.values))
+            .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld);
+        TransactWriteItem::builder().update(update.build().expect("table, key and expression are set")).build()
     }
 
     /// Every instance of the cluster. A record that cannot be read is logged and left out, never fatal.
@@ -151,10 +218,12 @@ impl Records {
         Ok(gather(heartbeats.into_iter().chain(signals)))
     }
 
-    /// What the agents of these instances have written.
-    pub async fn vitals(&self, ids: &[String]) -> Result<HashMap<String, Vitals>, AwsError> {
-        let reads = ids.chunks(INSTANCES_PER_READ).map(|ids| self.batch(ids));
-        let items = futures::future::try_join_all(reads).await?;
+    /// What the agents of these instances have written: the signal, and the heartbeat of those that it is asked of.
+    pub async fn vitals(&self, looks: &[Look]) -> Result<HashMap<String, Vitals>, AwsError> {
+        let signals = looks.iter().map(|look| key(entity::SIGNAL, &look.id));
+        let beats = looks.iter().filter(|look| look.heartbeat).map(|look| key(entity::HEARTBEAT, &look.id));
+        let keys: Vec<_> = signals.chain(beats).collect();
+        let items = futures::future::try_join_all(keys.chunks(KEYS_PER_READ).map(|keys| self.batch(keys))).await?;
         Ok(gather(items.into_iter().flatten()))
     }
 
@@ -198,9 +267,8 @@ impl Records {
         }
     }
 
-    async fn batch(&self, ids: &[String]) -> Result<Vec<Item>, AwsError> {
-        let keys = ids.iter().flat_map(|id| [key(entity::HEARTBEAT, id), key(entity::SIGNAL, id)]);
-        let mut wanted = KeysAndAttributes::builder().set_keys(Some(keys.collect())).consistent_read(true).build().ok();
+    async fn batch(&self, keys: &[Item]) -> Result<Vec<Item>, AwsError> {
+        let mut wanted = KeysAndAttributes::builder().set_keys(Some(keys.to_vec())).consistent_read(true).build().ok();
         let mut items = Vec::new();
         while let Some(keys) = wanted.take() {
             let read = self.client.batch_get_item().request_items(&self.table, keys);
@@ -210,6 +278,52 @@ impl Records {
         }
         Ok(items)
     }
+}
+
+/// The expressions of one conditional write.
+struct Write {
+    update: String,
+    condition: String,
+    names: HashMap<String, String>,
+    values: Item,
+}
+
+impl Write {
+    fn new(seen: &Instance, next: &Instance, now: Timestamp) -> Self {
+        debug_assert!(seen.state == next.state || seen.state.may_become(next.state), "{seen:?} → {next:?}");
+        let free = seen.leaving.is_empty();
+        let claims = (seen.state, next.state) == (State::Idle, State::Claimed);
+        let mut condition = vec!["#state = :seenState", "#run = :seenRun"];
+        condition.push(match free || claims {
+            true => "(attribute_not_exists(#leaving) OR #leaving = :seenLeaving)",
+            false => "#leaving = :seenLeaving",
+        });
+        let text = |text: &str| AttributeValue::S(text.to_owned());
+        let leaving = if claims { "" } else { &seen.leaving };
+        let mut values = Item::from([
+            (":seenState".to_owned(), text(seen.state.as_str())),
+            (":seenRun".to_owned(), text(&seen.run_id)),
+            (":seenLeaving".to_owned(), text(leaving)),
+        ]);
+        if next.state != State::Terminated {
+            condition.push("#threshold > :now");
+            values.insert(":now".to_owned(), AttributeValue::S(stamp(now)));
+        }
+        let (mut names, mut assignments) = (HashMap::new(), Vec::new());
+        for (index, (name, value)) in changed(next).into_iter().enumerate() {
+            assignments.push(format!("#{} = :v{index}", alias(name)));
+            names.insert(format!("#{}", alias(name)), name.to_owned());
+            values.insert(format!(":v{index}"), value);
+        }
+        Self { update: format!("SET {}", assignments.join(", ")), condition: condition.join(" AND "), names, values }
+    }
+}
+
+/// What a failed condition means: a write that is retried fails because its first try won and only the answer was lost.
+fn failure(there: Option<&Item>, next: &Instance) -> Outcome {
+    let there = there.and_then(readable);
+    let ours = there.as_ref().is_some_and(|there| changed(there) == changed(next));
+    if ours { Outcome::Won(next.clone()) } else { Outcome::Lost(there) }
 }
 
 /// The attributes a transition may set, with their values.

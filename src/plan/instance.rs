@@ -1,5 +1,7 @@
 //! How an instance stands: what its record and its agent's words together mean.
 
+use std::time::Duration;
+
 use jiff::{SignedDuration, Timestamp};
 use paddock_record::{Heartbeat, IdleMessage, Instance, SCRUB, Signal, State, WorkerSignal};
 
@@ -13,6 +15,14 @@ const CLOCK_SKEW: SignedDuration = SignedDuration::from_secs(5);
 pub struct Vitals {
     pub heartbeat: Option<Heartbeat>,
     pub signal: Option<WorkerSignal>,
+}
+
+/// How long after a look the agent of an instance is looked at again, when somebody has waited for it so long, as for
+/// `awaited` in all: often at first, because a warm machine answers at once; less often when there are many, because a
+/// look at all of them is work; and never so seldom that a ready runner is not seen within 250 ms.
+pub fn look_again(waited: Duration, awaited: usize) -> Duration {
+    let least = Duration::from_millis(25) * (awaited / 100 + 1) as u32;
+    (waited / 8).max(least).min(Duration::from_millis(150))
 }
 
 /// All that is known of one instance.
@@ -41,6 +51,12 @@ impl Tracked {
     /// Idle, and through with its last run: it can be claimed.
     pub fn is_free(&self) -> bool {
         self.record.state == State::Idle && self.record.leaving.is_empty()
+    }
+
+    /// Whether a claim can have it now: free, in its time, and with a key to seal a token to.
+    pub fn is_claimable(&self, now: Timestamp) -> bool {
+        let key = self.vitals.heartbeat.as_ref().and_then(|beat| beat.public_key.as_ref());
+        self.is_free() && !self.expired(now) && key.is_some()
     }
 
     fn said(&self, signal: Signal, run_id: &str) -> bool {

@@ -19,7 +19,7 @@ pub mod registration;
 pub mod retention;
 pub mod run;
 #[cfg(test)]
-mod sample_ec2;
+pub(crate) mod sample_ec2;
 #[cfg(test)]
 mod samples;
 pub mod shortage;

@@ -50,30 +50,56 @@ impl Needs {
     }
 }
 
+/// What is known of an offered instance, whoever wants it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Known {
+    Free,
+    /// It is idle, and not to be had now: it still leaves its last run, or another claim has it in hand.
+    Busy,
+    /// Its record says that it is not idle.
+    Taken,
+    /// There is no such instance in this pool.
+    Foreign,
+}
+
 /// What becomes of one message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Pickup {
     /// To the request with this index.
     Take(usize, IdleMessage),
-    /// Fits nobody who waits: shown again after a while.
+    /// Fits nobody who waits, or not yet: shown again after a while.
     PutBack(IdleMessage),
     Discard(Discard),
 }
 
 /// Matches a batch of messages against every waiting request before anything goes back: `open` is what each still
 /// wants, first come first served.
-pub fn pick(bodies: &[String], open: &mut [(Needs, u32)], now: Timestamp) -> Vec<Pickup> {
+pub fn pick(
+    bodies: &[String],
+    open: &mut [(Needs, u32)],
+    known: impl Fn(&IdleMessage) -> Known,
+    now: Timestamp,
+) -> Vec<Pickup> {
     let decide = |body: &String| match IdleMessage::read(body, now) {
         Err(discard) => Pickup::Discard(discard),
-        Ok(offer) => match open.iter_mut().enumerate().find(|(_, (needs, left))| *left > 0 && needs.met_by(&offer)) {
-            Some((index, (_, left))) => {
-                *left -= 1;
-                Pickup::Take(index, offer)
-            }
-            None => Pickup::PutBack(offer),
+        Ok(offer) => match known(&offer) {
+            Known::Taken => Pickup::Discard(Discard::Taken),
+            Known::Foreign => Pickup::Discard(Discard::Foreign),
+            Known::Busy => Pickup::PutBack(offer),
+            Known::Free => match assign(&offer, open) {
+                Some(index) => Pickup::Take(index, offer),
+                None => Pickup::PutBack(offer),
+            },
         },
     };
     bodies.iter().map(decide).collect()
+}
+
+/// The first request that an offer fits; it wants one less from then on.
+pub fn assign(offer: &IdleMessage, open: &mut [(Needs, u32)]) -> Option<usize> {
+    let (index, (_, left)) = open.iter_mut().enumerate().find(|(_, (needs, left))| *left > 0 && needs.met_by(offer))?;
+    *left -= 1;
+    Some(index)
 }
 
 /// Whether a queue has nothing for those who wait.
@@ -181,7 +207,7 @@ mod tests {
             offer("i-3", "medium", "c6i.large").write(),
         ];
         let mut open = [(needs("c*"), 1), (needs("m*"), 1)];
-        let picks = pick(&bodies, &mut open, NOW);
+        let picks = pick(&bodies, &mut open, |_| Known::Free, NOW);
         assert!(matches!(&picks[0], Pickup::Take(1, offer) if offer.instance_id == "i-1"));
         assert!(matches!(&picks[1], Pickup::Discard(Discard::Malformed(_))));
         assert!(matches!(&picks[2], Pickup::Take(0, offer) if offer.instance_id == "i-2"));
@@ -208,10 +234,86 @@ mod tests {
         assert!(local.is_exhausted());
     }
 
+    #[test]
+    fn a_message_of_a_machine_that_nobody_can_have_goes_and_one_that_is_busy_waits() {
+        let bodies = ["i-free", "i-busy", "i-taken", "i-foreign"].map(|id| offer(id, "medium", "c6i.large").write());
+        let known = |offer: &IdleMessage| match offer.instance_id.as_str() {
+            "i-free" => Known::Free,
+            "i-busy" => Known::Busy,
+            "i-taken" => Known::Taken,
+            _ => Known::Foreign,
+        };
+        let picks = pick(&bodies, &mut [(needs("*"), 9)], known, NOW);
+        assert!(matches!(&picks[0], Pickup::Take(0, _)));
+        assert!(matches!(&picks[1], Pickup::PutBack(_)));
+        assert_eq!(picks[2..], [Pickup::Discard(Discard::Taken), Pickup::Discard(Discard::Foreign)]);
+    }
+
+    /// Offers that differ in all that a claim may ask for, some of them dead, some of machines that are not to be had.
+    fn offers() -> impl Strategy<Value = Vec<(IdleMessage, Known)>> {
+        let known = prop_oneof![6 => Just(Known::Free), 1 => Just(Known::Busy), 1 => Just(Known::Taken), 1 => Just(Known::Foreign)];
+        let parts = (any::<bool>(), 0..3usize, 1..4u32, 0..2usize, prop::bool::weighted(0.9), known);
+        let offer = |(spot, kind, cpu, class, alive, known): (bool, usize, u32, usize, bool, Known)| {
+            let message = IdleMessage {
+                usage_class: if spot { "spot" } else { "on-demand" }.into(),
+                cpu,
+                threshold: if alive { "2030-01-01T00:00:00Z" } else { "1969-12-31T00:00:00Z" }.into(),
+                ..offer("", ["medium", "large"][class], ["c6i.large", "c6g.large", "m6i.large"][kind])
+            };
+            (message, known)
+        };
+        let numbered = |offers: Vec<(IdleMessage, Known)>| {
+            let number = |(index, (offer, known))| (IdleMessage { instance_id: format!("i-{index}"), ..offer }, known);
+            offers.into_iter().enumerate().map(number).collect()
+        };
+        prop::collection::vec(parts.prop_map(offer), 0..30).prop_map(numbered)
+    }
+
+    fn requests() -> impl Strategy<Value = Vec<(Needs, u32)>> {
+        let parts = (any::<bool>(), 0..4usize, 1..4u32, 0..5u32);
+        let request = |(spot, types, cpu, count): (bool, usize, u32, u32)| {
+            let usage_class = if spot { UsageClass::Spot } else { UsageClass::OnDemand };
+            (Needs { usage_class, cpu, ..needs(["*", "c*", "m*", "*g.*"][types]) }, count)
+        };
+        prop::collection::vec(parts.prop_map(request), 0..6)
+    }
+
     proptest! {
         #[test]
         fn any_body_is_taken_put_back_or_discarded_without_a_panic(bodies in proptest::collection::vec(".*", 0..8)) {
-            prop_assert_eq!(pick(&bodies, &mut [(needs("*"), 3)], NOW).len(), bodies.len());
+            prop_assert_eq!(pick(&bodies, &mut [(needs("*"), 3)], |_| Known::Free, NOW).len(), bodies.len());
+        }
+
+        /// Each message has one end; what is taken fits, in order of arrival, and nobody gets more than was asked for;
+        /// what goes back fits nobody who still waits; only the dead, the taken and the foreign are thrown away.
+        #[test]
+        fn no_message_is_lost_and_first_come_is_first_served(offers in offers(), requests in requests()) {
+            let bodies: Vec<_> = offers.iter().map(|(offer, _)| offer.write()).collect();
+            let known = |offer: &IdleMessage| offers.iter().find(|(o, _)| o == offer).map_or(Known::Foreign, |(_, k)| *k);
+            let mut open = requests.clone();
+            let picks = pick(&bodies, &mut open, known, NOW);
+            prop_assert_eq!(picks.len(), offers.len());
+            let mut left: Vec<_> = requests.iter().map(|(_, count)| *count).collect();
+            for ((offer, known), pickup) in offers.iter().zip(&picks) {
+                let alive = offer.threshold.starts_with("2030");
+                let first = (0..requests.len()).find(|index| left[*index] > 0 && requests[*index].0.met_by(offer));
+                match pickup {
+                    Pickup::Take(index, taken) => {
+                        prop_assert!(alive && *known == Known::Free && taken == offer);
+                        prop_assert_eq!(Some(*index), first);
+                        left[*index] -= 1;
+                    }
+                    Pickup::PutBack(back) => {
+                        prop_assert!(alive && back == offer);
+                        prop_assert!(*known == Known::Busy || (*known == Known::Free && first.is_none()));
+                    }
+                    Pickup::Discard(Discard::Expired) => prop_assert!(!alive),
+                    Pickup::Discard(Discard::Taken) => prop_assert!(alive && *known == Known::Taken),
+                    Pickup::Discard(Discard::Foreign) => prop_assert!(alive && *known == Known::Foreign),
+                    Pickup::Discard(Discard::Malformed(why)) => prop_assert!(false, "{}", why),
+                }
+            }
+            prop_assert_eq!(open.into_iter().map(|(_, left)| left).collect::<Vec<_>>(), left);
         }
     }
 }

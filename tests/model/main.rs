@@ -19,6 +19,9 @@
 //! that comes back. A world without any is quiet, and what must hold in the end must hold in every quiet world. Faults,
 //! deletions and the passing of time are no progress, but may come at any moment, each as often as the bounds say.
 //!
+//! **Which machine.** A queue that shows nothing is no proof: a claim that finds it empty asks the ledger next, and takes a free
+//! machine without its message. A new one is ordered only when the ledger has none that is free or in another's hand.
+//!
 //! **What is left out.** Time is three ages: fresh, late (past every timeout), expired. A sweep may find an orphan at once,
 //! not after a minute. A fleet is what EC2 has left; errors of AWS are requests that did not arrive. Tokens, heartbeats
 //! that stop, the pool's size, its deletion, and two claims of one run are not here. A message carries no threshold of
@@ -169,7 +172,7 @@ fn i1_a_late_renewal_undoes_a_release_unless_it_names_the_leaving_it_saw() {
 
 #[test]
 fn i4_a_claim_served_twice_keeps_one_too_many_or_waits_for_ever() {
-    let twice = Protocol { mutant: Mutant::KeepsSurplus, counts: [1, 0], ..FLEET };
+    let twice = Protocol { mutant: Mutant::KeepsSurplus, machines: [Pooled, Pooled], counts: [1, 0], ..FLEET };
     breaks(twice.clone(), ALL_OR_NOTHING);
     breaks(twice, CONVERGES);
 }

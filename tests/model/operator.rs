@@ -10,10 +10,12 @@ use paddock::{
     plan::{
         claim::{Step, View, step, surplus},
         instance::{Tracked, Upkeep, Vitals, upkeep},
-        pickup::{EMPTY_POLLS, Exhaustion, Needs, Pickup, pick},
+        pickup::{EMPTY_POLLS, Exhaustion, Known, Needs, Pickup, pick},
     },
 };
-use paddock_record::{Heartbeat, Instance, KeyPair, PublicKey, State, WorkerSignal, attribute, entity, key};
+use paddock_record::{
+    Heartbeat, IdleMessage, Instance, KeyPair, PublicKey, State, WorkerSignal, attribute, entity, key,
+};
 
 use crate::{
     protocol::{Mutant, Protocol},
@@ -107,7 +109,7 @@ impl Protocol {
         let (mind, ledger) = (world.leader.claims[claim], world.leader.ledger);
         let Some(seen) = world.claims[claim].filter(|_| mind.next.is_none()) else { return Next::Nothing };
         if let Some(id) = mind.hand {
-            return Next::Write(claim_one(claim, id, ledger[id]));
+            return Next::Write(self.claim_one(world, claim, id));
         }
         if let Some(id) = (0..MACHINES).find(|id| mind.fleet.is_some_and(|ids| ids[*id]) && ledger[*id].is_none()) {
             return Next::Write(Write::Enter(id, claim));
@@ -205,7 +207,8 @@ impl Protocol {
     /// leader never offered.
     fn restore(&self, world: &World) -> Option<Write> {
         let free = world.leader.ledger.map(|record| record.is_some_and(|record| record.is_free()));
-        let in_hand = world.leader.claims.iter().filter(|mind| mind.hand.is_some() && !self.deletes_first()).count();
+        let holds = |mind: &&Mind| mind.hand.is_some() && mind.message && !self.deletes_first();
+        let in_hand = world.leader.claims.iter().filter(holds).count();
         let stored = world.shown.iter().chain(&world.hidden).sum::<u8>() as usize + in_hand;
         let missing = stored < free.iter().filter(|free| **free).count();
         let ids = std::array::from_fn(|id| match self.mutant {
@@ -215,36 +218,62 @@ impl Protocol {
         });
         ids.contains(&true).then_some(Write::Offer(ids, None))
     }
+
+    /// `Work::claim_all`, before its write.
+    fn claim_one(&self, world: &World, claim: usize, id: usize) -> Write {
+        match world.leader.ledger[id] {
+            Some(seen) if self.is_claimable(world, id) => {
+                advance(id, seen, Record { state: State::Claimed, run: Some(claim), sealed: true, ..seen })
+            }
+            _ => Write::PutBack(claim),
+        }
+    }
+
+    fn is_claimable(&self, world: &World, id: usize) -> bool {
+        let whatever = self.mutant == Mutant::IgnoresLeaving;
+        world.leader.ledger[id].is_some_and(|seen| {
+            let seen = if whatever { Record { leaving: None, ..seen } } else { seen };
+            tracked(id, &seen, &world.machines[id]).is_claimable(NOW)
+        })
+    }
+
+    /// `Pickups::sort_out`: what becomes of a message that is shown.
+    pub fn pickup(&self, world: &World, id: usize) -> Pickup {
+        let known = |_: &IdleMessage| match world.leader.ledger[id] {
+            None => Known::Foreign,
+            Some(seen) if seen.state != State::Idle => Known::Taken,
+            Some(_) if in_hand(world, id) || !self.is_claimable(world, id) => Known::Busy,
+            Some(_) => Known::Free,
+        };
+        let needs = Needs {
+            usage_class: UsageClass::OnDemand,
+            resource_class: "medium".into(),
+            cpu: 0,
+            memory_mib: 0,
+            allowed_instance_types: vec!["*".into()],
+        };
+        let body = tracked(id, &Record::new(State::Idle, None), &world.machines[id]).idle_message().write();
+        pick(&[body], &mut [(needs, 1)], known, NOW).swap_remove(0)
+    }
+
+    /// `Pickups::last_resort`, when the queue has shown nothing often enough: a machine that the ledger knows to be free,
+    /// or none at all; nothing is decided while somebody has one in hand.
+    pub fn last_resort(&self, world: &World) -> Option<Option<usize>> {
+        let mut exhaustion = Exhaustion::default();
+        (0..EMPTY_POLLS).for_each(|_| exhaustion.note(0, []));
+        assert!(exhaustion.is_exhausted());
+        let fitting: Vec<_> = (0..MACHINES).filter(|id| self.is_claimable(world, *id)).collect();
+        match fitting.iter().find(|id| !in_hand(world, **id)) {
+            Some(id) => Some(Some(*id)),
+            None => fitting.is_empty().then_some(None),
+        }
+    }
+}
+
+fn in_hand(world: &World, id: usize) -> bool {
+    world.leader.claims.iter().any(|mind| mind.hand == Some(id))
 }
 
 fn find(held: &[(usize, Record)], id: &str) -> (usize, Record) {
     *held.iter().find(|(held, _)| held.to_string() == id).expect("it is held")
-}
-
-/// `Work::claim_one`, before its write.
-fn claim_one(claim: usize, id: usize, known: Option<Record>) -> Write {
-    match known {
-        Some(seen) if seen.state == State::Idle => {
-            advance(id, seen, Record { state: State::Claimed, run: Some(claim), sealed: true, ..seen })
-        }
-        _ => Write::DeleteMessage(claim),
-    }
-}
-
-/// `Pickups::poll` until there is an answer: whether a message is taken, or the pool is exhausted when none is shown.
-pub fn pickup(shown: Option<(usize, &Machine)>) -> bool {
-    let Some((id, machine)) = shown else {
-        let mut exhaustion = Exhaustion::default();
-        (0..EMPTY_POLLS).for_each(|_| exhaustion.note(0, []));
-        return exhaustion.is_exhausted();
-    };
-    let needs = Needs {
-        usage_class: UsageClass::OnDemand,
-        resource_class: "medium".into(),
-        cpu: 0,
-        memory_mib: 0,
-        allowed_instance_types: vec!["*".into()],
-    };
-    let body = tracked(id, &Record::new(State::Idle, None), machine).idle_message().write();
-    matches!(pick(&[body], &mut [(needs, 1)], NOW)[..], [Pickup::Take(0, _)])
 }

@@ -1,10 +1,11 @@
 //! What can happen, and what it does.
 
+use paddock::plan::pickup::Pickup;
 use paddock_record::{Signal, State};
 use stateright::{Model, Property};
 
 use crate::{
-    operator::{Next, only, pickup},
+    operator::{Next, only},
     properties,
     world::*,
 };
@@ -233,7 +234,8 @@ impl Protocol {
                 None
             }
             Write::PutBack(claim) => {
-                if let Some(id) = world.leader.claims[claim].hand.take().filter(|_| !self.deletes_first()) {
+                let mind = &mut world.leader.claims[claim];
+                if let Some(id) = mind.hand.take().filter(|_| mind.message && !self.deletes_first()) {
                     world.shown[id] += 1;
                 }
                 None
@@ -317,10 +319,20 @@ impl Model for Protocol {
         match action {
             Action::Load => (0..MACHINES).for_each(|id| world.know(id)),
             Action::Receive(claim, shown) => {
-                let yes = pickup(shown.map(|id| (id, &last.machines[id])));
                 let mind = &mut world.leader.claims[claim];
-                (mind.exhausted, mind.hand) = (shown.is_none() && yes, shown.filter(|_| yes));
-                shown.iter().for_each(|id| world.shown[*id] -= 1);
+                match shown.map(|id| (id, self.pickup(last, id))) {
+                    Some((id, Pickup::Take(..))) => {
+                        (mind.hand, mind.message) = (Some(id), true);
+                        world.shown[id] -= 1;
+                    }
+                    Some((_, Pickup::PutBack(_))) => {}
+                    Some((id, Pickup::Discard(_))) => world.shown[id] -= 1,
+                    None => match self.last_resort(last) {
+                        Some(Some(id)) => (mind.hand, mind.message) = (Some(id), false),
+                        Some(None) => mind.exhausted = true,
+                        None => {}
+                    },
+                }
             }
             Action::Send(who, write) => *world.on_its_way(who) = Some(write),
             Action::Do(who, write) => *world.on_its_way(who) = self.arrive(&mut world, who, write),
@@ -339,9 +351,8 @@ impl Model for Protocol {
             Action::Crash(late) => {
                 world.left.crashes -= 1;
                 world.late = late.or(world.late);
-                for id in world.leader.claims.iter().filter_map(|mind| mind.hand).filter(|_| !self.deletes_first()) {
-                    world.hidden[id] += 1;
-                }
+                let minds = world.leader.claims.iter().filter(|mind| mind.message && !self.deletes_first());
+                minds.filter_map(|mind| mind.hand).for_each(|id| world.hidden[id] += 1);
                 world.leader = Leader { ledger: world.table, ..Leader::default() };
             }
             Action::Redeliver(id) => {

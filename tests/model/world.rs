@@ -124,8 +124,9 @@ pub enum Write {
 /// What one claim's reconciliation knows beyond the records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Mind {
-    /// The machine whose message it has received.
+    /// The machine that it tries to claim, and whether that came with a message.
     pub hand: Option<usize>,
+    pub message: bool,
     pub exhausted: bool,
     /// EC2's answer to the fleet order, until the order is settled.
     pub fleet: Option<Ids>,
@@ -216,8 +217,9 @@ impl World {
     /// Forgets what makes no difference any more.
     pub fn tidy(&mut self) {
         for (claim, mind) in self.claims.iter_mut().zip(&mut self.leader.claims) {
+            mind.message &= mind.hand.is_some();
             match claim {
-                None => *mind = Mind { hand: mind.hand, next: mind.next, ..Mind::default() },
+                None => *mind = Mind { hand: mind.hand, message: mind.message, next: mind.next, ..Mind::default() },
                 Some(claim) => {
                     if claim.phase == Phase::Over {
                         (claim.order, mind.fleet) = (Order::None, None);

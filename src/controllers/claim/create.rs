@@ -166,11 +166,8 @@ impl Work {
 
     async fn enter_instances(&self, supply: &Supply, outcome: &FleetOutcome, now: Timestamp) -> Result<(), AwsError> {
         let (key, run_id) = (self.pool_key(), &self.claim.spec.run_id);
-        let entries = outcome.launched.iter().map(async |launched| {
-            let record =
-                self.context.new_instance(launched, &key, &supply.pool, &supply.needs, run_id, &self.name, now);
-            self.context.ledger.create(&record).await
-        });
-        futures::future::try_join_all(entries).await.map(drop)
+        let record =
+            |launched| self.context.new_instance(launched, &key, &supply.pool, &supply.needs, run_id, &self.name, now);
+        self.context.ledger.create(&outcome.launched.iter().map(record).collect::<Vec<_>>()).await
     }
 }

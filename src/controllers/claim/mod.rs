@@ -7,10 +7,10 @@ pub mod runs;
 pub mod tokens;
 mod watch;
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use anyhow::Result;
-use futures::{StreamExt, channel::mpsc::unbounded};
+use futures::{Stream, StreamExt, channel::mpsc::unbounded};
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::{
@@ -25,6 +25,7 @@ use paddock_record::State;
 use secrecy::SecretString;
 use tokio_util::sync::CancellationToken;
 
+use self::tokens::TokenKind;
 use super::{Context, drive, mirror::worker_state, objects, reference, registrations};
 use crate::{
     api::{
@@ -63,14 +64,12 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
             claims.into_iter().map(|claim| ObjectRef::from_obj(&*claim))
         }
     };
-    let changed = context.ledger.changes().filter_map(|change| {
-        let namespace = change.pool.split_once('/').map(|(namespace, _)| namespace);
-        let claim = namespace.filter(|_| !change.claim.is_empty());
-        std::future::ready(claim.map(|namespace| reference(namespace, &change.claim)))
+    let changed = context.ledger.changed_claims().filter_map(|(pool, claim)| {
+        std::future::ready(pool.split_once('/').map(|(namespace, _)| reference(namespace, &claim)))
     });
     let (over, run_over) = unbounded();
     let controller = Controller::for_shared_stream(stores.claims.stream(), stores.claims.store.clone())
-        .watches_shared_stream(stores.pools.stream(), claims_of_pool)
+        .watches_shared_stream(supplies(stores.pools.stream()), claims_of_pool)
         .reconcile_on(changed)
         .reconcile_on(run_over)
         .with_config(controller::Config::default().concurrency(CONCURRENCY));
@@ -78,6 +77,18 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
         drive("claim", controller, context.clone(), stop.clone(), reconcile),
         runs::ask(context.clone(), over, stop),
     );
+}
+
+/// Pools whose claims have something new to go by. A pool counts its workers all the time, and no claim goes by that.
+fn supplies(pools: impl Stream<Item = Arc<RunnerPool>>) -> impl Stream<Item = Arc<RunnerPool>> {
+    let mut seen = HashMap::new();
+    pools.filter(move |pool| {
+        let status = pool.status.clone().unwrap_or_default();
+        let supply = (pool.metadata.generation, pool.metadata.deletion_timestamp.is_some(), status.queues);
+        let new = (supply, status.launch_template, status.conditions);
+        let old = seen.insert(pool.uid(), new.clone());
+        std::future::ready(old.is_none_or(|old| old != new))
+    })
 }
 
 async fn reconcile(claim: Arc<RunnerClaim>, context: Arc<Context>) -> Result<Action> {
@@ -161,21 +172,25 @@ impl Work {
         if let (TokenKind::Registration, Some(token)) = (&kind, self.context.tokens.get(&uid)) {
             return Ok(token);
         }
-        let credentials =
-            self.context.credentials.get_or_last(&self.namespace, &pool.github.credentials_ref.name).await;
-        let credentials = credentials.map_err(|error| match error {
-            CredentialsError::Unreadable { .. } => Outage::GitHub(error.to_string()),
-            error => Outage::NoCredentials(error.to_string()),
-        })?;
-        let scope = registrations::scope(pool);
-        let token = match kind {
-            TokenKind::Registration => {
-                let token = self.context.github.registration_token(&credentials, &scope).await;
-                token.inspect(|token| self.context.tokens.keep(&uid, token))
-            }
-            TokenKind::Removal => self.context.github.remove_token(&credentials, &scope).await,
+        let (secret, scope) = (&pool.github.credentials_ref.name, registrations::scope(pool));
+        let place = (self.namespace.clone(), secret.clone(), scope.to_string(), kind);
+        let new = async || {
+            let credentials = self.context.credentials.get_or_last(&self.namespace, secret).await;
+            let credentials = credentials.map_err(|error| match error {
+                CredentialsError::Unreadable { .. } => Outage::GitHub(error.to_string()),
+                error => Outage::NoCredentials(error.to_string()),
+            })?;
+            let token = match kind {
+                TokenKind::Registration => self.context.github.registration_token(&credentials, &scope).await,
+                TokenKind::Removal => self.context.github.remove_token(&credentials, &scope).await,
+            };
+            token.map_err(|error| Outage::GitHub(error.to_string()))
         };
-        token.map_err(|error| Outage::GitHub(error.to_string()))
+        let token = self.context.tokens.share(place, new).await?;
+        if kind == TokenKind::Registration {
+            self.context.tokens.keep(&uid, &token);
+        }
+        Ok(token)
     }
 
     fn list_workers(&mut self, held: &[Tracked]) {
@@ -290,9 +305,4 @@ enum Outage {
     /// The Secret is not there or not good, and nobody knows when it will be.
     NoCredentials(String),
     GitHub(String),
-}
-
-enum TokenKind {
-    Registration,
-    Removal,
 }

@@ -11,8 +11,8 @@ use secrecy::{ExposeSecret, SecretString};
 use super::{LOOK_AGAIN, TokenKind, Work};
 use crate::{
     api::{ClaimPhase, ClaimReason, Ec2Pool, FailureReason, LaunchTemplate, READY},
-    controllers::pickup::{Candidate, Picked},
-    effects::{queues::PUT_BACK_DELAY, records::Outcome},
+    controllers::pickup::{Candidate, Fate},
+    effects::records::Outcome,
     plan::{
         claim::{Step, View, step, surplus},
         heard::Heard,
@@ -21,6 +21,8 @@ use crate::{
     },
 };
 
+/// A claim that has its machines by then is not worth a write that says it looks for them.
+const SOON: Duration = Duration::from_millis(250);
 /// Steps in one reconciliation: select, create, validate and start, with room for machines that had to be replaced.
 const MAX_STEPS: usize = 16;
 
@@ -46,9 +48,6 @@ impl Work {
             }
             ClaimPhase::Ready => return self.watch_over().await,
             ClaimPhase::Pending | ClaimPhase::Claiming | ClaimPhase::Creating | ClaimPhase::Validating => {}
-        }
-        if self.claim.status.is_none() {
-            self.say(ClaimReason::WaitingInLine, "the claim was seen".into()).await?;
         }
         let supply = match self.supply().await? {
             Ok(supply) => supply,
@@ -114,60 +113,66 @@ impl Work {
         Ok(Ok(Supply { pool: ec2, needs, queue, template }))
     }
 
-    /// Takes idle machines from the pool.
+    /// Takes idle machines from the pool. One that is served at once is not worth a word in between.
     async fn select(&mut self, supply: &Supply, count: u32, pool_exhausted: &mut bool) -> Result<Over> {
         self.enter(ClaimPhase::Claiming, ClaimReason::Claiming, format!("looking for {count} idle machines"));
-        let picked = self.context.pickups.take(&supply.queue, supply.needs.clone(), count).await?;
-        *pool_exhausted = picked.exhausted;
-        if picked.candidates.is_empty() {
-            return Ok(None);
-        }
-        let token = match self.token(&supply.pool, TokenKind::Registration).await {
-            Ok(token) => token,
-            Err(outage) => {
-                self.put_back(&supply.queue, &picked).await;
-                return self.wait_for_github(outage).await.map(Some);
+        let pickups = self.context.pickups.clone();
+        let mut take = Box::pin(pickups.take(&supply.queue, self.pool_key(), supply.needs.clone(), count));
+        let (at_once, token) =
+            tokio::join!(tokio::time::timeout(SOON, &mut take), self.token(&supply.pool, TokenKind::Registration));
+        let picked = match at_once {
+            Ok(picked) => picked?,
+            Err(_) => {
+                self.write().await?;
+                take.await?
             }
         };
-        let tries = picked.candidates.into_iter().map(|candidate| self.claim_one(supply, candidate, &token));
-        for outcome in futures::future::join_all(tries).await {
-            outcome?;
+        *pool_exhausted = picked.exhausted;
+        match token {
+            _ if picked.candidates.is_empty() => Ok(None),
+            Ok(token) => self.claim_all(supply, picked.candidates, &token).await.map(|()| None),
+            Err(outage) => self.wait_for_github(outage).await.map(Some),
         }
-        Ok(None)
     }
 
-    /// Tries to claim a candidate; one that cannot be had is dropped, or shown to others.
-    async fn claim_one(&self, supply: &Supply, candidate: Candidate, token: &SecretString) -> Result<()> {
-        let (ledger, queues, now) = (&self.context.ledger, &self.context.queues, Timestamp::now());
-        let id = &candidate.offer.instance_id;
-        let tracked = ledger.get(id).filter(|tracked| tracked.record.pool == self.pool_key());
-        let key = tracked.as_ref().and_then(|t| t.vitals.heartbeat.as_ref()).and_then(|beat| beat.public_key.clone());
-        let outcome = match (tracked, key) {
-            (Some(Tracked { record, .. }), Some(key)) if record.state == State::Idle => {
-                let next = Instance {
-                    state: State::Claimed,
-                    run_id: self.claim.spec.run_id.clone(),
-                    claim: self.name.clone(),
-                    threshold: Some(supply.pool.lifetimes.claimed.after(now)),
-                    updated_at: now,
-                    sealed: key.seal(token.expose_secret()),
-                    claims: record.claims + 1,
-                    ..record.clone()
-                };
-                ledger.advance(&record, &next, now).await?
-            }
-            (tracked, _) => Outcome::Lost(tracked.map(|tracked| tracked.record)),
-        };
-        match outcome {
-            Outcome::Won(_) => queues.delete(&supply.queue, &[candidate.message]).await?,
-            // Still deregistering from its last run: somebody will want it in a moment.
-            Outcome::Lost(Some(record)) if record.state == State::Idle => {
-                queues.put_back(&supply.queue, &candidate.message, PUT_BACK_DELAY).await?;
-            }
-            Outcome::Lost(there) => {
-                let state = there.map_or("unknown".to_owned(), |record| record.state.to_string());
-                tracing::info!(instance = id, state, "dropped an offer of a machine that is not idle");
-                queues.delete(&supply.queue, &[candidate.message]).await?;
+    /// Tries to claim the candidates; what cannot be had is dropped, or shown to others.
+    async fn claim_all(&self, supply: &Supply, candidates: Vec<Candidate>, token: &SecretString) -> Result<()> {
+        let (ledger, now) = (&self.context.ledger, Timestamp::now());
+        let (mut moves, mut tried) = (Vec::new(), Vec::new());
+        for candidate in candidates {
+            let known = ledger.get(&candidate.offer.instance_id).filter(|tracked| tracked.is_claimable(now));
+            let key = known.as_ref().and_then(|t| t.vitals.heartbeat.as_ref()?.public_key.clone());
+            let (Some(Tracked { record, .. }), Some(key)) = (known, key) else {
+                candidate.settle(Fate::Busy);
+                continue;
+            };
+            let next = Instance {
+                state: State::Claimed,
+                run_id: self.claim.spec.run_id.clone(),
+                claim: self.name.clone(),
+                threshold: Some(supply.pool.lifetimes.claimed.after(now)),
+                updated_at: now,
+                sealed: key.seal(token.expose_secret()),
+                claims: record.claims + 1,
+                ..record.clone()
+            };
+            moves.push((record, next));
+            tried.push(candidate);
+        }
+        for (candidate, outcome) in tried.into_iter().zip(ledger.advance_all(&moves, now).await?) {
+            match outcome {
+                Outcome::Won(_) => candidate.settle(Fate::Over),
+                // Still deregistering from its last run: somebody will want it in a moment.
+                Outcome::Lost(Some(record)) if record.state == State::Idle => candidate.settle(Fate::Busy),
+                Outcome::Lost(there) => {
+                    let state = there.map_or("unknown".to_owned(), |record| record.state.to_string());
+                    tracing::info!(
+                        instance = candidate.offer.instance_id,
+                        state,
+                        "dropped an offer of a machine that is not idle"
+                    );
+                    candidate.settle(Fate::Over);
+                }
             }
         }
         Ok(())
@@ -177,13 +182,6 @@ impl Work {
     pub(super) async fn let_go(&mut self, held: &[Tracked], spare: &[String]) -> Result<Over> {
         let spare = held.iter().filter(|tracked| spare.contains(&tracked.record.instance_id)).cloned();
         self.give_back(&spare.collect::<Vec<_>>()).await
-    }
-
-    async fn put_back(&self, queue: &str, picked: &Picked) {
-        for candidate in &picked.candidates {
-            // Should this fail, the message comes back by itself when its visibility runs out.
-            let _ = self.context.queues.put_back(queue, &candidate.message, Duration::ZERO).await;
-        }
     }
 
     /// Hands tokens to those that wait for one and ends those that failed; with none of these, waits.
@@ -216,13 +214,15 @@ impl Work {
     /// Gives created machines, whose keys are known by now, the token to register with.
     async fn hand_out(&self, held: &[Tracked], ids: &[String], token: &SecretString) -> Result<()> {
         let now = Timestamp::now();
-        for tracked in held.iter().filter(|tracked| ids.contains(&tracked.record.instance_id)) {
-            let key = tracked.vitals.heartbeat.as_ref().and_then(|beat| beat.public_key.as_ref());
-            if let Some(key) = key {
+        let waiting = held.iter().filter(|tracked| ids.contains(&tracked.record.instance_id));
+        let moves: Vec<_> = waiting
+            .filter_map(|tracked| {
+                let key = tracked.vitals.heartbeat.as_ref()?.public_key.as_ref()?;
                 let next = Instance { sealed: key.seal(token.expose_secret()), ..tracked.record.clone() };
-                self.context.ledger.advance(&tracked.record, &next, now).await?;
-            }
-        }
+                Some((tracked.record.clone(), next))
+            })
+            .collect();
+        self.context.ledger.advance_all(&moves, now).await?;
         Ok(())
     }
 
@@ -230,19 +230,20 @@ impl Work {
     async fn start(&self, supply: &Supply, held: &[Tracked], ids: &[String]) -> Result<Over> {
         let now = Timestamp::now();
         let runtime = self.claim.spec.max_runtime.unwrap_or(supply.pool.lifetimes.max_runtime);
-        let starts = held.iter().filter(|tracked| ids.contains(&tracked.record.instance_id)).map(async |tracked| {
-            let next = Instance {
-                state: State::Running,
-                threshold: Some(runtime.after(now)),
-                updated_at: now,
-                sealed: String::new(),
-                ..tracked.record.clone()
-            };
-            self.context.ledger.advance(&tracked.record, &next, now).await
-        });
-        for outcome in futures::future::join_all(starts).await {
-            outcome?;
-        }
+        let confirmed = held.iter().filter(|tracked| ids.contains(&tracked.record.instance_id));
+        let moves: Vec<_> = confirmed
+            .map(|tracked| {
+                let next = Instance {
+                    state: State::Running,
+                    threshold: Some(runtime.after(now)),
+                    updated_at: now,
+                    sealed: String::new(),
+                    ..tracked.record.clone()
+                };
+                (tracked.record.clone(), next)
+            })
+            .collect();
+        self.context.ledger.advance_all(&moves, now).await?;
         Ok(None)
     }
 

@@ -98,6 +98,7 @@ impl Work {
             Err(error) => return self.wait_for_github(error).await.map(Some),
         };
         let now = Timestamp::now();
+        let mut moves = Vec::new();
         for tracked in held {
             let record = &tracked.record;
             let key = tracked.vitals.heartbeat.as_ref().and_then(|beat| beat.public_key.as_ref());
@@ -113,7 +114,7 @@ impl Work {
                         sealed: key.seal(token.expose_secret()),
                         ..record.clone()
                     };
-                    self.context.ledger.advance(record, &next, now).await?;
+                    moves.push((record.clone(), next));
                 }
                 (State::Idle | State::Terminated, _) => {}
                 (State::Created | State::Running | State::Claimed, _) => {
@@ -122,6 +123,7 @@ impl Work {
                 }
             }
         }
+        self.context.ledger.advance_all(&moves, now).await?;
         Ok(None)
     }
 }

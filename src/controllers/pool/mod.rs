@@ -47,8 +47,8 @@ const STALE: Duration = Duration::from_millis(200);
 const VERIFY: Duration = Duration::from_secs(300);
 
 pub async fn run(context: Arc<Context>, stop: CancellationToken) {
-    let changed = context.ledger.changes().filter_map(|change| {
-        std::future::ready(change.pool.split_once('/').map(|(namespace, name)| reference(namespace, name)))
+    let changed = context.ledger.changed_pools().filter_map(|pool| {
+        std::future::ready(pool.split_once('/').map(|(namespace, name)| reference(namespace, name)))
     });
     let stores = &context.stores;
     let controller =
@@ -99,7 +99,6 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
     let trouble = outcome.err().or(launch);
     let (reason, message) = trouble.unwrap_or((PoolReason::Ready, "the pool serves claims".to_owned()));
     let instances = context.ledger.of_pool(&key);
-    let mirrored = mirror::mirror(context, pool, ec2, &instances).await?;
     new.workers = mirror::counts(&instances);
     let ready = reason == PoolReason::Ready;
     let condition = ready_condition(ready, reason, message, pool.metadata.generation, Timestamp::now());
@@ -108,8 +107,7 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
     if written == Written::Yes {
         tell(context, pool, &new).await;
     }
-    let whole = mirrored == Written::Yes && written == Written::Yes;
-    Ok(Action::requeue(if whole { REFRESH } else { STALE }))
+    Ok(Action::requeue(if written == Written::Yes { REFRESH } else { STALE }))
 }
 
 /// An event for each new word of the pool's condition.

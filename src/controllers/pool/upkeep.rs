@@ -12,7 +12,10 @@ use crate::{
         Ec2Pool, LaunchTemplate, PoolReason, RunnerPool, RunnerPoolStatus, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL,
     },
     controllers::Context,
-    effects::{aws::AwsError, records::Outcome},
+    effects::{
+        aws::AwsError,
+        records::{MOVES_PER_WRITE, Outcome},
+    },
     plan::{
         fleet::{FleetRequest, client_token},
         instance::{ORPHAN_AGE, Seen, Tracked, Upkeep, lost, upkeep},
@@ -27,8 +30,6 @@ const SWEEP: Duration = Duration::from_secs(30);
 const RELAUNCH: Duration = Duration::from_secs(60);
 /// How much longer a record stays whose runner may still be at GitHub.
 const UNSETTLED: Duration = Duration::from_secs(3600);
-/// Offers on their way to SQS at once.
-const SENDS: usize = 16;
 /// Machines ended in one sweep, so that a wrong clock cannot empty the fleet.
 const MAX_ENDS: usize = 20;
 
@@ -44,12 +45,13 @@ pub(super) async fn keep_up(
     let mut ends = 0;
     let instances = context.ledger.of_pool(key);
     let warm = kept_warm(&instances, ec2);
+    let (mut warming, mut leaving, mut renewed) = (Vec::new(), Vec::new(), Vec::new());
     for tracked in &instances {
         match upkeep(tracked, ec2, warm.contains(tracked.record.instance_id.as_str()), now) {
             Upkeep::Leave => {}
-            Upkeep::Warm => pool_warm(context, tracked, ec2, new).await.map_err(at_aws)?,
-            Upkeep::Offer => offer(context, tracked, new).await.map_err(at_aws)?,
-            Upkeep::Renew => renew(context, tracked, ec2, new).await.map_err(at_aws)?,
+            Upkeep::Warm => warming.push(tracked.clone()),
+            Upkeep::Offer => leaving.push(tracked.clone()),
+            Upkeep::Renew => renewed.push(tracked.clone()),
             Upkeep::End(..) if ends >= MAX_ENDS => {}
             Upkeep::End(reason, why) => {
                 ends += 1;
@@ -63,6 +65,9 @@ pub(super) async fn keep_up(
             context.ledger.forget(&record.instance_id).await.map_err(at_aws)?;
         }
     }
+    offer(context, leaving, new).await.map_err(at_aws)?;
+    pool_warm(context, warming, ec2, new).await.map_err(at_aws)?;
+    renew(context, renewed, ec2, new).await.map_err(at_aws)?;
     offer_missing(context, key, &context.ledger.of_pool(key), new).await.map_err(at_aws)?;
     if context.timers.due(&format!("sweep {key}"), SWEEP) {
         let swept = async {
@@ -97,59 +102,62 @@ fn is_default(tracked: &Tracked, pool: &Ec2Pool) -> bool {
         && tracked.record.usage_class == pool.defaults.usage_class.as_str()
 }
 
-/// Its offer carries the old threshold, so a new one goes out; whichever is found first is as good.
-async fn renew(context: &Context, tracked: &Tracked, ec2: &Ec2Pool, new: &RunnerPoolStatus) -> Result<(), AwsError> {
-    let now = Timestamp::now();
-    let threshold = Some(ec2.lifetimes.idle.after(now));
-    let next = Instance { threshold, updated_at: now, ..tracked.record.clone() };
-    match context.ledger.advance(&tracked.record, &next, now).await? {
-        Outcome::Won(record) => send_offer(context, &Tracked { record, ..tracked.clone() }, new).await,
-        Outcome::Lost(_) => Ok(()),
-    }
+/// Moves machines together, and gives those that were as they had been seen.
+async fn advance(
+    context: &Context,
+    machines: Vec<Tracked>,
+    now: Timestamp,
+    next: impl Fn(&Instance) -> Instance,
+) -> Result<Vec<Tracked>, AwsError> {
+    let moves: Vec<_> = machines.iter().map(|tracked| (tracked.record.clone(), next(&tracked.record))).collect();
+    let outcomes = context.ledger.advance_all(&moves, now).await?;
+    let won = machines.into_iter().zip(outcomes).filter_map(|(tracked, outcome)| match outcome {
+        Outcome::Won(record) => Some(Tracked { record, ..tracked }),
+        Outcome::Lost(_) => None,
+    });
+    Ok(won.collect())
 }
 
-/// A warm machine goes created → running → idle, for a run of nobody's, and is offered.
-async fn pool_warm(
+/// Their offers carry the old threshold, so new ones go out; whichever is found first is as good.
+async fn renew(
     context: &Context,
-    tracked: &Tracked,
+    machines: Vec<Tracked>,
     ec2: &Ec2Pool,
     new: &RunnerPoolStatus,
 ) -> Result<(), AwsError> {
     let now = Timestamp::now();
-    let mut record = tracked.record.clone();
-    for state in [State::Running, State::Idle] {
-        if record.state.may_become(state) {
-            let threshold = Some(ec2.lifetimes.idle.after(now));
-            let next = Instance { state, threshold, updated_at: now, ..record.clone() };
-            match context.ledger.advance(&record, &next, now).await? {
-                Outcome::Won(won) => record = won,
-                Outcome::Lost(_) => return Ok(()),
-            }
-        }
-    }
-    send_offer(context, &Tracked { record, ..tracked.clone() }, new).await
+    let threshold = Some(ec2.lifetimes.idle.after(now));
+    let next = |record: &Instance| Instance { threshold, updated_at: now, ..record.clone() };
+    let renewed = advance(context, machines, now, next).await?;
+    send_offers(context, &renewed, new).await
 }
 
-/// The message first, then the record: a crash in between sends it again, and a second message does no harm.
-async fn offer(context: &Context, tracked: &Tracked, new: &RunnerPoolStatus) -> Result<(), AwsError> {
-    send_offer(context, tracked, new).await?;
-    let next = Instance { leaving: String::new(), sealed: String::new(), ..tracked.record.clone() };
-    context.ledger.advance(&tracked.record, &next, Timestamp::now()).await.map(drop)
+/// Warm machines go created → running → idle, for a run of nobody's, and are offered.
+async fn pool_warm(
+    context: &Context,
+    machines: Vec<Tracked>,
+    ec2: &Ec2Pool,
+    new: &RunnerPoolStatus,
+) -> Result<(), AwsError> {
+    let now = Timestamp::now();
+    let threshold = Some(ec2.lifetimes.idle.after(now));
+    let into = |state| move |record: &Instance| Instance { state, threshold, updated_at: now, ..record.clone() };
+    let (created, mut running): (Vec<_>, _) =
+        machines.into_iter().partition(|tracked| tracked.record.state == State::Created);
+    running.extend(advance(context, created, now, into(State::Running)).await?);
+    let idle = advance(context, running, now, into(State::Idle)).await?;
+    send_offers(context, &idle, new).await
 }
 
-async fn send_offer(context: &Context, tracked: &Tracked, new: &RunnerPoolStatus) -> Result<(), AwsError> {
-    let Instance { instance_id, pool, resource_class, .. } = &tracked.record;
-    match new.queues.iter().find(|queue| queue.resource_class == *resource_class) {
-        Some(queue) => {
-            // Whatever was offered before may carry a threshold that is about to pass.
-            context.offers.forget(pool, instance_id);
-            context.queues.send(&queue.url, &tracked.idle_message().write()).await?;
-            context.offers.note(pool, instance_id);
-            Ok(())
-        }
-        // Its class was taken out of the pool: nobody can claim it, and its time runs out.
-        None => Ok(()),
-    }
+/// The messages first, then the records: a crash in between sends them again, and a second message does no harm.
+async fn offer(context: &Context, machines: Vec<Tracked>, new: &RunnerPoolStatus) -> Result<(), AwsError> {
+    let now = Timestamp::now();
+    let next = |record: &Instance| Instance { leaving: String::new(), sealed: String::new(), ..record.clone() };
+    let batches = machines.chunks(MOVES_PER_WRITE).map(async |machines| {
+        send_offers(context, machines, new).await?;
+        advance(context, machines.to_vec(), now, next).await
+    });
+    futures::future::try_join_all(batches).await.map(drop)
 }
 
 /// Offers the idle machines that this leader has not offered yet.
@@ -165,10 +173,16 @@ async fn offer_missing(
     send_offers(context, &missing, new).await
 }
 
-async fn send_offers(context: &Context, instances: &[Tracked], new: &RunnerPoolStatus) -> Result<(), AwsError> {
-    for batch in instances.chunks(SENDS) {
-        let sends: Vec<_> = batch.iter().map(|tracked| send_offer(context, tracked, new)).collect();
-        futures::future::try_join_all(sends).await?;
+/// One whose class was taken out of the pool is not offered: nobody can claim it, and its time runs out.
+async fn send_offers(context: &Context, machines: &[Tracked], new: &RunnerPoolStatus) -> Result<(), AwsError> {
+    for queue in &new.queues {
+        let of_class = |tracked: &&Tracked| tracked.record.resource_class == queue.resource_class;
+        let machines: Vec<_> = machines.iter().filter(of_class).collect();
+        // Whatever was offered before may carry a threshold that is about to pass.
+        machines.iter().for_each(|tracked| context.offers.forget(&tracked.record.pool, &tracked.record.instance_id));
+        let messages: Vec<_> = machines.iter().map(|tracked| tracked.idle_message().write()).collect();
+        context.queues.send(&queue.url, &messages).await?;
+        machines.iter().for_each(|tracked| context.offers.note(&tracked.record.pool, &tracked.record.instance_id));
     }
     Ok(())
 }
@@ -270,10 +284,9 @@ pub(super) async fn keep_warm(
     };
     let outcome = context.machines.create_fleet(&request).await.map_err(at_aws);
     let outcome = outcome.inspect_err(|trouble| context.launched(Some(pool), Some(trouble.clone())))?;
-    for launched in &outcome.launched {
-        let record = context.new_instance(launched, key, ec2, &needs, "", "", now);
-        context.ledger.create(&record).await.map_err(at_aws)?;
-    }
+    let record = |launched| context.new_instance(launched, key, ec2, &needs, "", "", now);
+    let records: Vec<_> = outcome.launched.iter().map(record).collect();
+    context.ledger.create(&records).await.map_err(at_aws)?;
     context.shortages().note(&request, outcome.launched.len(), &outcome.causes, now);
     let trouble = trouble(&outcome.causes).filter(|_| outcome.launched.is_empty());
     context.launched(Some(pool), trouble.clone());

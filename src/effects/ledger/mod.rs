@@ -1,0 +1,316 @@
+//! What is known of every instance: the table, kept in memory while this replica leads.
+//!
+//! The leader alone writes `INSTANCE` records, so its own writes keep the ledger true; a full read from time to time
+//! corrects whatever a predecessor did late. What agents write is read for exactly those instances that somebody
+//! waits for, all in one batch, so a settled system reads nothing.
+
+mod known;
+mod news;
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use futures::{Stream, future::join_all, stream};
+use jiff::{SignedDuration, Timestamp};
+use paddock_record::{Instance, State};
+use tokio::sync::{Notify, OnceCell};
+use tokio_util::sync::CancellationToken;
+
+use self::{known::Known, news::News};
+use super::{
+    aws::AwsError,
+    records::{MOVES_PER_WRITE, Move, Outcome, Records},
+};
+use crate::plan::instance::{Tracked, Vitals};
+
+/// After a failed read: the store is in trouble, more reads do not help it.
+const BACKOFF: Duration = Duration::from_secs(2);
+
+/// How long an agent without a record must have been silent before what it wrote is removed: longer than a machine takes
+/// to get its record, or to go down.
+const LEFTOVER_AGE: SignedDuration = SignedDuration::from_mins(10);
+
+/// A record of this age may have been written while pages were being read that do not have it.
+const YOUNG: SignedDuration = SignedDuration::from_mins(1);
+
+/// How long news of agents gather before a pool looks: one look serves many.
+const POOL_WINDOW: Duration = Duration::from_millis(10);
+/// How long moves of claims gather before a pool counts again.
+const COUNT_WINDOW: Duration = Duration::from_secs(1);
+/// How long changes gather before Workers show them: a warm claim is through by then, so that its Workers are written
+/// once, and after it.
+const WORKER_WINDOW: Duration = Duration::from_secs(1);
+
+pub struct Ledger {
+    pub records: Records,
+    known: Mutex<Known>,
+    /// Claims, by pool and name, whose machines changed.
+    claims: Arc<News<(String, String)>>,
+    /// Pools whose own machines have an agent with something to say, and those whose numbers changed.
+    pools: Arc<News<String>>,
+    counts: Arc<News<String>>,
+    /// Instances that changed.
+    workers: Arc<News<String>>,
+    waiting: Notify,
+    loaded: OnceCell<()>,
+}
+
+impl Ledger {
+    pub fn new(records: Records) -> Self {
+        Self {
+            records,
+            known: Mutex::default(),
+            claims: Arc::default(),
+            pools: Arc::default(),
+            counts: Arc::default(),
+            workers: Arc::default(),
+            waiting: Notify::new(),
+            loaded: OnceCell::new(),
+        }
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn get(&self, id: &str) -> Option<Tracked> {
+        self.known().get(id).cloned()
+    }
+
+    pub fn all(&self) -> Vec<Tracked> {
+        self.known().all().cloned().collect()
+    }
+
+    pub fn of_pool(&self, pool: &str) -> Vec<Tracked> {
+        self.known().of_pool(pool).cloned().collect()
+    }
+
+    pub fn of_claim(&self, pool: &str, claim: &str) -> Vec<Tracked> {
+        self.known().of_claim(pool, claim).cloned().collect()
+    }
+
+    /// The instances of a pool that are as `wanted`.
+    pub fn find(&self, pool: &str, wanted: impl Fn(&Tracked) -> bool) -> Vec<Tracked> {
+        self.known().of_pool(pool).filter(|tracked| wanted(tracked)).cloned().collect()
+    }
+
+    /// Claims, by pool and name, whose machines have changed. For one reader, as the others.
+    pub fn changed_claims(&self) -> impl Stream<Item = (String, String)> + Send + use<> {
+        self.claims.stream(Duration::ZERO)
+    }
+
+    /// Pools that have something to do or to count.
+    pub fn changed_pools(&self) -> impl Stream<Item = String> + Send + use<> {
+        stream::select(self.pools.stream(POOL_WINDOW), self.counts.stream(COUNT_WINDOW))
+    }
+
+    /// Instances that have changed, or are gone.
+    pub fn changed_instances(&self) -> impl Stream<Item = HashSet<String>> + Send + use<> {
+        self.workers.batches(WORKER_WINDOW)
+    }
+
+    /// Whether a claim waits for machines of the pool to answer.
+    pub fn is_claiming(&self) -> bool {
+        self.known().is_claiming()
+    }
+
+    /// Has the Worker of an instance looked at.
+    pub fn show(&self, id: &str) {
+        self.workers.tell(id.to_owned());
+    }
+
+    /// Reads everything for the first time, once the table is there; false while it is being created. Until then
+    /// nothing is known of any instance, so nobody may conclude that there is none.
+    pub async fn load(&self) -> Result<bool, AwsError> {
+        if !self.loaded.initialized() {
+            if !self.records.ensure_table().await? {
+                return Ok(false);
+            }
+            self.loaded.get_or_try_init(|| self.reload()).await?;
+        }
+        Ok(true)
+    }
+
+    /// As [`Self::load`], and makes the table anew should it be gone.
+    pub async fn ensure(&self) -> Result<bool, AwsError> {
+        Ok(self.load().await? && self.records.ensure_table().await?)
+    }
+
+    pub fn is_loaded(&self) -> bool {
+        self.loaded.initialized()
+    }
+
+    /// Reads everything anew, and removes what agents of ended instances left behind.
+    pub async fn reload(&self) -> Result<(), AwsError> {
+        let (instances, mut vitals) = tokio::try_join!(self.records.instances(), self.records.all_vitals())?;
+        let (now, young) = (Instant::now(), Timestamp::now() - YOUNG);
+        let mut touched = Vec::new();
+        {
+            let mut known = self.known();
+            let mut gone: HashSet<_> = known.all().map(|tracked| tracked.record.instance_id.clone()).collect();
+            for record in instances {
+                let found = vitals.remove(&record.instance_id).unwrap_or_default();
+                gone.remove(&record.instance_id);
+                let fresh = Tracked { vitals: found, record, read_at: Timestamp::now() };
+                let tracked = match known.get(&fresh.record.instance_id) {
+                    Some(ours) => newest(ours.clone(), fresh),
+                    None => fresh,
+                };
+                touched.push(tracked.record.clone());
+                known.put(tracked, now);
+            }
+            for id in gone {
+                // Unless it was entered while the pages were being read.
+                if known.get(&id).is_some_and(|tracked| tracked.record.updated_at <= young) {
+                    touched.extend(known.remove(&id).map(|tracked| tracked.record));
+                }
+            }
+        }
+        touched.iter().for_each(|record| self.tell(record));
+        self.waiting.notify_one();
+        self.clear_leftovers(vitals).await
+    }
+
+    /// An agent may write until its machine is off. Whose record is gone and who has been silent for long is.
+    async fn clear_leftovers(&self, vitals: HashMap<String, Vitals>) -> Result<(), AwsError> {
+        let silent_since = Timestamp::now() - LEFTOVER_AGE;
+        for (id, vitals) in vitals {
+            let beat = vitals.heartbeat.map(|beat| beat.updated_at);
+            let last = beat.max(vitals.signal.map(|signal| signal.updated_at));
+            if last.is_none_or(|last| last < silent_since) && self.get(&id).is_none() {
+                self.records.forget_vitals(&id).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Enters new instances, unless they are known.
+    pub async fn create(&self, instances: &[Instance]) -> Result<(), AwsError> {
+        let writes = instances.chunks(MOVES_PER_WRITE).map(async |instances| {
+            let outcomes = self.records.create_together(instances).await?;
+            outcomes.iter().for_each(|outcome| self.settle(outcome));
+            Ok(())
+        });
+        join_all(writes).await.into_iter().collect()
+    }
+
+    /// Moves an instance on; see [`Records::advance`].
+    pub async fn advance(&self, seen: &Instance, next: &Instance, now: Timestamp) -> Result<Outcome, AwsError> {
+        let outcome = self.records.advance(seen, next, now).await?;
+        self.settle(&outcome);
+        self.tell_former(seen, next);
+        Ok(outcome)
+    }
+
+    /// Moves instances on, many at once and each under its own condition. What could not be done for want of AWS is the
+    /// error; whatever was done is known.
+    pub async fn advance_all(&self, moves: &[Move], now: Timestamp) -> Result<Vec<Outcome>, AwsError> {
+        let writes = moves.chunks(MOVES_PER_WRITE).map(async |moves| {
+            let outcomes = self.records.advance_together(moves, now).await?;
+            for (outcome, (seen, next)) in outcomes.iter().zip(moves) {
+                self.settle(outcome);
+                self.tell_former(seen, next);
+            }
+            Ok(outcomes)
+        });
+        let outcomes: Result<Vec<_>, AwsError> = join_all(writes).await.into_iter().collect();
+        Ok(outcomes?.into_iter().flatten().collect())
+    }
+
+    /// Removes an ended instance for good.
+    pub async fn forget(&self, id: &str) -> Result<(), AwsError> {
+        self.records.forget(id).await?;
+        let forgotten = self.known().remove(id);
+        forgotten.iter().for_each(|tracked| self.tell(&tracked.record));
+        Ok(())
+    }
+
+    fn settle(&self, outcome: &Outcome) {
+        if let Outcome::Won(record) | Outcome::Lost(Some(record)) = outcome {
+            let mut known = self.known();
+            let (vitals, read_at) = match known.get(&record.instance_id) {
+                Some(tracked) => (tracked.vitals.clone(), tracked.read_at),
+                None => (Vitals::default(), Timestamp::now()),
+            };
+            known.put(Tracked { record: record.clone(), vitals, read_at }, Instant::now());
+            drop(known);
+            self.tell(record);
+            self.waiting.notify_one();
+        }
+    }
+
+    /// The claim that had an instance hears that it is gone.
+    fn tell_former(&self, seen: &Instance, next: &Instance) {
+        if seen.claim != next.claim && !seen.claim.is_empty() {
+            self.claims.tell((seen.pool.clone(), seen.claim.clone()));
+        }
+    }
+
+    fn tell(&self, record: &Instance) {
+        self.counts.tell(record.pool.clone());
+        self.workers.tell(record.instance_id.clone());
+        if !record.claim.is_empty() {
+            self.claims.tell((record.pool.clone(), record.claim.clone()));
+        }
+    }
+
+    /// Reads what awaited agents write, until `stop`; sleeps while nobody waits for one.
+    pub async fn listen(&self, stop: CancellationToken) {
+        loop {
+            if stop.is_cancelled() {
+                return;
+            }
+            let looks = self.known().due(Instant::now());
+            let pause = if looks.is_empty() {
+                self.known().next_look()
+            } else {
+                match self.records.vitals(&looks).await {
+                    Ok(vitals) => {
+                        let news = self.known().looked(&looks, vitals, Instant::now());
+                        news.iter().for_each(|tracked| self.hear(tracked));
+                        continue;
+                    }
+                    Err(error) => {
+                        tracing::warn!(%error, "agents cannot be heard");
+                        Some(Instant::now() + BACKOFF)
+                    }
+                }
+            };
+            let due = async {
+                match pause {
+                    Some(at) => tokio::time::sleep_until(at.into()).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = self.waiting.notified() => {}
+                () = due => {}
+            }
+        }
+    }
+
+    /// An agent has said something new.
+    fn hear(&self, tracked: &Tracked) {
+        let record = &tracked.record;
+        if record.state != State::Terminated {
+            self.tell(record);
+            // Nobody but its pool moves it on.
+            if record.run_id.is_empty() {
+                self.pools.tell(record.pool.clone());
+            }
+        }
+    }
+}
+
+/// What came later of both: a write of ours, or a look at an agent, may have ended while pages were being read.
+fn newest(ours: Tracked, read: Tracked) -> Tracked {
+    let signal = |vitals: &Vitals| vitals.signal.as_ref().map(|signal| signal.updated_at);
+    let newer = signal(&ours.vitals) > signal(&read.vitals);
+    let vitals = Vitals { signal: if newer { ours.vitals.signal } else { read.vitals.signal }, ..read.vitals };
+    let record = if ours.record.updated_at > read.record.updated_at { ours.record } else { read.record };
+    Tracked { record, vitals, read_at: read.read_at }
+}
