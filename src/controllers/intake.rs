@@ -7,6 +7,7 @@
 use std::{
     collections::BTreeSet,
     sync::{Arc, PoisonError, RwLock},
+    time::Duration,
 };
 
 use futures::StreamExt;
@@ -27,7 +28,10 @@ use crate::{
 };
 
 /// How often a claim may change under one's hands. Each time somebody else got further.
-const ATTEMPTS: usize = 8;
+const RACES: usize = 8;
+/// How long to wait before each further try when the API server is away: a restart of it need not be seen at GitHub, which
+/// waits for 10 s.
+const PAUSES_MS: [u64; 5] = [100, 200, 400, 800, 1600];
 
 #[derive(Clone)]
 pub struct Intake {
@@ -68,21 +72,51 @@ impl Intake {
 
     async fn job(&self, event: &JobEvent) -> Outcome {
         let pools = self.stores.pools.store.state();
-        let mut known = self.known(event.job.id, &pools);
-        for _ in 0..ATTEMPTS {
-            let written = match webhook::decide(event, known.as_deref(), &pools) {
-                Step::Leave(outcome) => return outcome,
-                Step::Make(claim) => self.make(&claim).await,
-                Step::Note(heard) => match &known {
-                    Some(claim) => self.note(claim, &heard).await,
-                    None => return Outcome::Unavailable("nothing is known to be noted to".into()),
-                },
+        let known = self.known(event.job.id, &pools);
+        self.settle(known, |claim| webhook::decide(event, claim, &pools)).await
+    }
+
+    /// Marks the claims of a run that is over, one by one: what fails is tried again with the whole event.
+    async fn run(&self, event: &RunEvent) -> Outcome {
+        let (pools, claims) = (self.stores.pools.store.state(), self.stores.claims.store.state());
+        let concerned = webhook::ended_by(event, &claims, &pools);
+        if concerned.is_empty() {
+            return Outcome::Ignored(Ignored::NoClaim);
+        }
+        let mut noted = 0;
+        for claim in concerned {
+            match self.settle(Some(claim.clone()), webhook::mark_over).await {
+                Outcome::Noted(count) => noted += count,
+                Outcome::Known => {}
+                failed => return failed,
+            }
+        }
+        if noted == 0 { Outcome::Known } else { Outcome::Noted(noted) }
+    }
+
+    /// Decides and writes, anew when somebody else was faster, and for a while also when the API server is away.
+    async fn settle(
+        &self,
+        mut known: Option<Arc<RunnerClaim>>,
+        decide: impl Fn(Option<&RunnerClaim>) -> Step,
+    ) -> Outcome {
+        let (mut races, mut pauses) = (0, PAUSES_MS.into_iter());
+        while races < RACES {
+            let written = match (decide(known.as_deref()), &known) {
+                (Step::Leave(outcome), _) => return outcome,
+                (Step::Make(claim), _) => self.make(&claim).await,
+                (Step::Note(heard), Some(claim)) => self.note(claim, &heard).await,
+                (Step::Note(_), None) => return Outcome::Known,
             };
-            known = match written {
+            match written {
                 Ok(outcome) => return outcome,
-                Err(Raced::Changed(claim)) => claim,
-                Err(Raced::Lost(outcome)) => return outcome,
-            };
+                Err(Failed::Raced(claim)) => (known, races) = (claim, races + 1),
+                Err(Failed::Refused(outcome)) => return outcome,
+                Err(Failed::Away(why)) => match pauses.next() {
+                    Some(pause) => tokio::time::sleep(Duration::from_millis(pause)).await,
+                    None => return Outcome::Unavailable(why),
+                },
+            }
         }
         Outcome::Unavailable("the claim changes all the time".into())
     }
@@ -99,7 +133,7 @@ impl Intake {
         homes.iter().copied().chain(elsewhere).find_map(get)
     }
 
-    async fn make(&self, claim: &RunnerClaim) -> Result<Outcome, Raced> {
+    async fn make(&self, claim: &RunnerClaim) -> Result<Outcome, Failed> {
         let parameters = PostParams { field_manager: Some(FIELD_MANAGER.into()), ..PostParams::default() };
         match self.api(claim).create(&parameters, claim).await {
             Ok(_) => {
@@ -107,11 +141,11 @@ impl Intake {
                 tracing::info!(namespace, claim = name, "a job became a claim");
                 Ok(Outcome::Made(name))
             }
-            Err(error) => Err(self.raced(claim, error).await),
+            Err(error) => Err(self.failed(claim, error).await),
         }
     }
 
-    async fn note(&self, claim: &RunnerClaim, heard: &Heard) -> Result<Outcome, Raced> {
+    async fn note(&self, claim: &RunnerClaim, heard: &Heard) -> Result<Outcome, Failed> {
         let patch = json!({ "metadata": {
             "resourceVersion": claim.metadata.resource_version,
             "annotations": heard.annotations(),
@@ -119,60 +153,33 @@ impl Intake {
         let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
         match self.api(claim).patch(&claim.name_any(), &parameters, &Patch::Merge(patch)).await {
             Ok(_) => Ok(Outcome::Noted(1)),
-            Err(error) => Err(self.raced(claim, error).await),
+            // Changed, or deleted, since it was looked at.
+            Err(kube::Error::Api(status)) if status.code == 404 => Err(Failed::Raced(None)),
+            Err(error) => Err(self.failed(claim, error).await),
         }
     }
 
-    /// Somebody else was faster, which a fresh look at the claim settles; or the API server cannot, or will not.
-    async fn raced(&self, claim: &RunnerClaim, error: kube::Error) -> Raced {
-        let unavailable = |error: kube::Error| Raced::Lost(Outcome::Unavailable(told(&error)));
+    /// Why a write did not happen: a fresh look at the claim settles a race.
+    async fn failed(&self, claim: &RunnerClaim, error: kube::Error) -> Failed {
+        let error = match error {
+            kube::Error::Api(status) if status.code == 409 => match self.api(claim).get_opt(&claim.name_any()).await {
+                Ok(fresh) => return Failed::Raced(fresh.map(Arc::new)),
+                Err(error) => error,
+            },
+            error => error,
+        };
         match &error {
-            kube::Error::Api(status) if matches!(status.code, 404 | 409) => {
-                match self.api(claim).get_opt(&claim.name_any()).await {
-                    // A namespace that is not there any more answers like a claim that is not.
-                    Ok(None) if status.code == 404 && claim.metadata.resource_version.is_none() => unavailable(error),
-                    Ok(fresh) => Raced::Changed(fresh.map(Arc::new)),
-                    Err(error) => unavailable(error),
+            kube::Error::Api(status) => {
+                let why = format!("the API server answers {}: {}", status.code, status.message);
+                match status.code {
+                    400 | 422 => Failed::Refused(Outcome::Malformed(why)),
+                    429 | 500.. => Failed::Away(why),
+                    // A right that is missing, a namespace that goes: not for this moment alone.
+                    _ => Failed::Refused(Outcome::Unavailable(why)),
                 }
             }
-            kube::Error::Api(status) if matches!(status.code, 400 | 422) => {
-                Raced::Lost(Outcome::Malformed(told(&error)))
-            }
-            _ => unavailable(error),
+            error => Failed::Away(format!("the API server cannot be reached: {error}")),
         }
-    }
-
-    /// Marks the claims of a run that is over. Each goes its own way: one that cannot be written is tried again with
-    /// the event.
-    async fn run(&self, event: &RunEvent) -> Outcome {
-        let (pools, claims) = (self.stores.pools.store.state(), self.stores.claims.store.state());
-        let concerned = webhook::ended_by(event, &claims, &pools);
-        if concerned.is_empty() {
-            return Outcome::Ignored(Ignored::NoClaim);
-        }
-        let over = Heard { run_over: true, ..Heard::default() };
-        let mut noted = 0;
-        for claim in concerned {
-            let mut known = Some(claim.clone());
-            for attempt in 1.. {
-                let Some(claim) = known.take() else { break };
-                let said = Heard::of(&claim);
-                let all = said.clone().and(over.clone());
-                if all == said {
-                    break;
-                }
-                known = match self.note(&claim, &all).await {
-                    Ok(_) => {
-                        noted += 1;
-                        None
-                    }
-                    Err(Raced::Changed(fresh)) if attempt < ATTEMPTS => fresh,
-                    Err(Raced::Changed(_)) => return Outcome::Unavailable("a claim changes all the time".into()),
-                    Err(Raced::Lost(outcome)) => return outcome,
-                };
-            }
-        }
-        if noted == 0 { Outcome::Known } else { Outcome::Noted(noted) }
     }
 
     fn api(&self, claim: &RunnerClaim) -> Api<RunnerClaim> {
@@ -181,17 +188,11 @@ impl Intake {
 }
 
 /// Why a write did not happen.
-enum Raced {
+enum Failed {
     /// Somebody else was faster: the claim as it is now.
-    Changed(Option<Arc<RunnerClaim>>),
-    /// It cannot be written now.
-    Lost(Outcome),
-}
-
-/// The API server's own sentence.
-fn told(error: &kube::Error) -> String {
-    match error {
-        kube::Error::Api(status) => format!("the API server answers {}: {}", status.code, status.message),
-        error => format!("the API server cannot be reached: {error}"),
-    }
+    Raced(Option<Arc<RunnerClaim>>),
+    /// It will not happen now.
+    Refused(Outcome),
+    /// The API server is away, or has too much to do.
+    Away(String),
 }

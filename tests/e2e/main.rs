@@ -153,7 +153,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         webhook::i9_forged_and_broken_webhooks_change_nothing,
         webhook::i6_i9_order_and_repetition_do_not_matter,
         webhook::a_follower_takes_webhooks_and_secrets_rotate,
-        webhook::the_end_of_a_run_is_noted_on_its_ec2_claims,
+        webhook::the_end_of_a_run_releases_its_machine,
     );
     let alone = trials!(play_alone:
         operator::i5_killed_in_the_middle_of_a_claim,

@@ -5,17 +5,20 @@ use std::{collections::BTreeMap, time::Duration};
 use anyhow::{Context, Result, ensure};
 use kube::api::ListParams;
 use paddock::api::{
-    ANNOTATION_JOB_RUNNER, ANNOTATION_JOB_STATE, ANNOTATION_RUN_STATE, OwnerType, RunnerClaim, RunnerPool,
+    ANNOTATION_JOB_RUNNER, ANNOTATION_JOB_STATE, ANNOTATION_RUN_STATE, ClaimPhase, OwnerType, RunnerClaim, RunnerPool,
 };
 use paddock_bed::{
-    github::{App, Conclusion, HookSource, JobRequest, signature},
+    github::{App, HookSource, JobRequest, signature},
     stage::WEBHOOK_SECRET,
 };
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use tokio::sync::OnceCell;
 
-use crate::support::World;
+use crate::{
+    ec2::{clean_up, is_ready},
+    support::World,
+};
 
 /// Owners of their own: nobody else's jobs are told of.
 const ORGANIZATION: &str = "hooked";
@@ -113,6 +116,10 @@ fn said<'a>(claim: &'a RunnerClaim, annotation: &str) -> Option<&'a str> {
     claim.metadata.annotations.as_ref()?.get(annotation).map(String::as_str)
 }
 
+fn is_completed(claim: &RunnerClaim) -> bool {
+    claim.status.as_ref().and_then(|status| status.phase) == Some(ClaimPhase::Completed)
+}
+
 type Header<'a> = (&'a str, &'a str);
 
 /// Posts a body as GitHub does, or almost.
@@ -161,6 +168,8 @@ pub async fn a_queued_job_becomes_a_claim(world: &World) -> Result<()> {
 
     github.cancel_job(job.id);
     hooked.until_told(job.id, "completed").await?;
+    let name = format!("job-{}", job.id);
+    world.until::<RunnerClaim>(&hooked.namespace, &name, "Completed", is_completed).await?;
     ensure!(hooked.claims().await?.len() == 3, "one claim a job: {:?}", hooked.claims().await?.keys());
     ensure!(!world.operator_log().contains(WEBHOOK_SECRET), "I10: the secret is in no log");
     Ok(())
@@ -326,24 +335,22 @@ pub async fn webhooks_wait_for_the_api_server(world: &World) -> Result<()> {
     Ok(())
 }
 
-/// The end of a run is noted on the claims for machines that were made for it, and on no other.
-pub async fn the_end_of_a_run_is_noted_on_its_ec2_claims(world: &World) -> Result<()> {
+/// The end of a run is told by a webhook too, and gives back the machine that was claimed for it.
+pub async fn the_end_of_a_run_releases_its_machine(world: &World) -> Result<()> {
     let hooked = Hooked::new(world).await?;
     let namespace = &hooked.namespace;
-    // Nobody can serve it, so that its claims only wait.
-    let github = json!({ "owner": ORGANIZATION, "credentialsRef": { "name": "nobodys" } });
-    let pool = world.stage.ec2_pool(namespace, "linux", json!({ "github": github }));
+    let github = json!({ "owner": ORGANIZATION, "credentialsRef": { "name": CREDENTIALS } });
+    let pool = world.stage.ec2_pool(namespace, "linux", json!({ "github": github, "maxInstances": 1 }));
     world.stage.kube.apply(&pool.to_string()).await?;
     let job =
         world.stage.github.queue_job(JobRequest { labels: vec!["run".into()], ..hooked.request(ORGANIZATION) })?;
-    for (name, run) in [("ours", job.run_id), ("another", job.run_id + 1)] {
-        world.stage.kube.apply(&world.stage.claim(namespace, name, "linux", &run.to_string(), 1).to_string()).await?;
-        let seen = |claim: &RunnerClaim| claim.status.is_some();
-        world.until::<RunnerClaim>(namespace, name, "seen by the operator", seen).await?;
-    }
-    world.stage.github.finish_job(job.id, Conclusion::Success);
-    let told = |claim: &RunnerClaim| said(claim, ANNOTATION_RUN_STATE) == Some("completed");
-    world.until::<RunnerClaim>(namespace, "ours", "told of the run's end", told).await?;
-    ensure!(!told(&world.api::<RunnerClaim>(namespace).get("another").await?), "the other run goes on");
-    Ok(())
+    let claim = world.stage.claim(namespace, "build", "linux", &job.run_id.to_string(), 1);
+    world.stage.kube.apply(&claim.to_string()).await?;
+    world.until::<RunnerClaim>(namespace, "build", "Ready", is_ready).await?;
+    world.stage.github.cancel_job(job.id);
+    let over = |claim: &RunnerClaim| said(claim, ANNOTATION_RUN_STATE) == Some("completed") && is_completed(claim);
+    world.until::<RunnerClaim>(namespace, "build", "told of the run's end, and Completed", over).await?;
+    let pooled = |pool: &RunnerPool| pool.status.as_ref().is_some_and(|status| status.workers.idle == 1);
+    world.until::<RunnerPool>(namespace, "linux", "warm", pooled).await?;
+    clean_up(world, namespace, "linux").await
 }

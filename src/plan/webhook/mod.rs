@@ -13,7 +13,7 @@ use serde::{Deserialize, de::DeserializeOwned};
 pub use self::{
     job::{Step, claim_name, decide},
     outcome::{Ignored, Outcome},
-    run::ended_by,
+    run::{ended_by, mark_over},
 };
 use super::heard::{Heard, JobStage};
 use crate::api::{Job, Owner, OwnerType, RUNNER_NAME_MAX, Runner, head};

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use super::RunEvent;
+use super::{Outcome, RunEvent, Step};
 use crate::{
     api::{ClaimPhase, Hardware, RunnerClaim, RunnerPool},
-    plan::labels,
+    plan::{heard::Heard, labels},
 };
 
 /// Claims on EC2 pools that were made for the run. One that was made after the run had ended is for a later attempt of
@@ -28,6 +28,17 @@ pub fn ended_by<'a>(
     claims.into_iter().filter(concerns).collect()
 }
 
+/// Lets a claim say that its run is over.
+pub fn mark_over(claim: Option<&RunnerClaim>) -> Step {
+    // One that was deleted meanwhile has been released.
+    let Some(claim) = claim else { return Step::Leave(Outcome::Known) };
+    let said = Heard::of(claim);
+    match said.run_over {
+        true => Step::Leave(Outcome::Known),
+        false => Step::Note(Heard { run_over: true, ..said }),
+    }
+}
+
 fn is_on_ec2(claim: &RunnerClaim, pools: &[Arc<RunnerPool>]) -> bool {
     let here = pools.iter().map(Arc::as_ref).filter(|pool| pool.metadata.namespace == claim.metadata.namespace);
     match labels::select(claim, here).map(|pool| pool.spec.hardware()) {
@@ -48,6 +59,16 @@ mod tests {
             webhook::Repository,
         },
     };
+
+    #[test]
+    fn a_claim_is_marked_once_and_what_it_said_stays() {
+        let told = with(&claim("c", 0), json!({"metadata": {"annotations": {"paddock.dev/job-state": "queued"}}}));
+        let Step::Note(heard) = mark_over(Some(&told)) else { panic!("the claim does not say it yet") };
+        let marked = with(&told, json!({"metadata": {"annotations": heard.annotations()}}));
+        assert_eq!(Heard::of(&marked), Heard { run_over: true, ..Heard::of(&told) });
+        assert_eq!(mark_over(Some(&marked)), Step::Leave(Outcome::Known));
+        assert_eq!(mark_over(None), Step::Leave(Outcome::Known));
+    }
 
     #[test]
     fn only_open_ec2_claims_of_that_run_and_attempt_are_concerned() {
