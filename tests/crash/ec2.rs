@@ -160,7 +160,9 @@ impl<'a> Scene<'a> {
                 let serving = records.iter().filter(|record| record.state == State::Running);
                 let serving: BTreeMap<_, _> =
                     serving.map(|record| (record.instance_id.clone(), vec![record.run_id.clone()])).collect();
-                let runners = self.runners();
+                // Those of ended machines go when GitHub has seen that they are offline, at the latest with the pool.
+                let mut runners = self.runners();
+                runners.retain(|id, _| running.contains(id));
                 ensure!(runners == serving, "GitHub has the runners {runners:?}, the records {serving:?}");
                 Ok(())
             })
