@@ -100,6 +100,9 @@ impl Records {
     /// Writes the first records of up to [`MOVES_PER_WRITE`] instances in one call. Where one has a record already, each is
     /// written by itself.
     pub async fn create_together(&self, instances: &[Instance]) -> Result<Vec<Outcome>, AwsError> {
+        if let [instance] = instances {
+            return Ok(vec![self.create(instance).await?]);
+        }
         let put = |instance: &Instance| {
             let put = Put::builder().table_name(&self.table).set_item(Some(instance.to_item()));
             let put = put.condition_expression("attribute_not_exists(PK)").build().expect("table and item are set");
