@@ -24,12 +24,13 @@ use crate::{
     },
 };
 
-/// How often a log is read: one call of the 5,000 an hour that an App has.
+/// How often a log is read: mostly one call of the 5,000 an hour that an App has.
 const PERIOD: Duration = Duration::from_secs(60);
 /// How soon it is read again while something of it could not be taken in.
 const AGAIN: Duration = Duration::from_secs(10);
-/// The most pages of 100 that one reading asks for, first of all deliveries and then of the failed ones alone.
-const PAGES: usize = 10;
+/// The most pages of 100 that one reading asks for: of all deliveries, which show also what arrived on another attempt, and
+/// where that is not enough, of those alone that GitHub calls failures.
+const PAGES: [(bool, usize); 2] = [(false, 3), (true, 10)];
 /// Deliveries that are fetched at a time; GitHub allows 100 calls at once.
 const AT_ONCE: usize = 8;
 /// How long the API server may take for one of them.
@@ -179,9 +180,9 @@ async fn read(context: &Context, app: &Credentials, mut reading: Reading, began:
 /// what failed.
 async fn log(context: &Context, app: &Credentials, reading: &Reading) -> Result<Vec<Delivery>, GitHubError> {
     let mut log = Vec::new();
-    for failures in [false, true] {
+    for (failures, pages) in PAGES {
         let mut cursor = None;
-        for _ in 0..PAGES {
+        for _ in 0..pages {
             let page = context.github.deliveries(app, failures, cursor.as_deref()).await?;
             let goes_on = reading.goes_on_after(&page.deliveries);
             log.extend(page.deliveries);

@@ -10,8 +10,9 @@ use super::webhook;
 /// How far back a log is read at first. GitHub gives up a job that nobody took for a day, so that what is older asks
 /// for nothing any more.
 const LOOK_BACK: SignedDuration = SignedDuration::from_hours(24);
-/// How far each reading goes back beyond the one before: a delivery is in the log some time after it was begun.
-const OVERLAP: SignedDuration = SignedDuration::from_mins(10);
+/// How far each reading goes back beyond the one before: a delivery is in the log some time after it was begun, and GitHub
+/// waits 10 s for an answer.
+const OVERLAP: SignedDuration = SignedDuration::from_mins(2);
 
 /// An entry of the log.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -189,7 +190,7 @@ mod tests {
         assert_eq!(ids(&reading, &[done.clone(), stuck.clone()]), [2]);
         reading.took(&stuck);
         reading.ended(at(60), []);
-        assert!(reading.goes_on_after(&page(-540)) && !reading.goes_on_after(&page(-541)));
+        assert!(reading.goes_on_after(&page(-60)) && !reading.goes_on_after(&page(-61)));
         assert_eq!(ids(&reading, &[done, stuck]), [0; 0], "older than what is looked at");
         assert!(reading.taken.is_empty(), "nothing is remembered for ever");
     }
