@@ -32,6 +32,7 @@ pub struct World {
     /// Where the operator listens, also after it was started anew.
     address: SocketAddr,
     operator: Mutex<Option<Operator>>,
+    starting: tokio::sync::Mutex<()>,
     /// Tests that do something to the operator or the API server hold it alone.
     quiet: RwLock<()>,
     namespaces: AtomicU32,
@@ -47,6 +48,7 @@ impl World {
             node_possible,
             address,
             operator,
+            starting: tokio::sync::Mutex::default(),
             quiet: RwLock::default(),
             namespaces: AtomicU32::new(0),
             runtime,
@@ -93,6 +95,8 @@ impl World {
 
     /// Starts an operator that ended by itself again, as a kubelet would.
     async fn keep_operator_alive(&self) -> Result<()> {
+        // Tests run side by side, and whoever comes first starts it for all.
+        let _starting = self.starting.lock().await;
         let ended = self.operator().as_mut().is_some_and(Operator::exited);
         if ended { self.start_operator().await } else { Ok(()) }
     }
