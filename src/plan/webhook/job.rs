@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Ignored, JobEvent, Outcome};
 use crate::{
-    api::{LABEL_ENTITY, RunnerClaim, RunnerClaimSpec, RunnerPool},
+    api::{FINALIZER, LABEL_ENTITY, RunnerClaim, RunnerClaimSpec, RunnerPool},
     plan::{heard::Heard, labels},
 };
 
@@ -48,7 +48,7 @@ pub fn decide(event: &JobEvent, known: Option<&RunnerClaim>, pools: &[Arc<Runner
 }
 
 /// The claim names no pool: as long as it waits, it may be served by another pool of the namespace that comes to serve
-/// its labels.
+/// its labels. It has its finalizer from the start, which is one write less on the way to a pod.
 fn claim(event: &JobEvent, pool: &RunnerPool) -> RunnerClaim {
     let spec = RunnerClaimSpec {
         pool: None,
@@ -72,5 +72,6 @@ fn claim(event: &JobEvent, pool: &RunnerPool) -> RunnerClaim {
     claim.metadata.namespace = pool.metadata.namespace.clone();
     claim.metadata.labels = entity.map(|entity| [(LABEL_ENTITY.to_owned(), entity)].into());
     claim.metadata.annotations = Some(event.heard.annotations());
+    claim.metadata.finalizers = Some(vec![FINALIZER.to_owned()]);
     claim
 }

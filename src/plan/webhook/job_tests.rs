@@ -60,7 +60,7 @@ fn a_queued_job_becomes_a_claim_with_all_that_is_known_of_it() {
             "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerClaim",
             "metadata": {
                 "name": "job-77", "namespace": "default", "labels": {"paddock.dev/entity": "1"},
-                "annotations": {ANNOTATION_JOB_STATE: "queued"},
+                "annotations": {ANNOTATION_JOB_STATE: "queued"}, "finalizers": ["paddock.dev/release"],
             },
             "spec": {
                 "runId": "7", "count": 1, "labels": ["RV"], "repository": "acme/rocket", "repositoryId": 3,
