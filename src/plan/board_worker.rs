@@ -79,6 +79,11 @@ pub fn since(worker: &Worker) -> Option<Timestamp> {
     Some(worker.status.as_ref()?.state_since.as_ref()?.0)
 }
 
+/// When it was over.
+pub fn ended(worker: &Worker) -> Option<Timestamp> {
+    since(worker).filter(|_| state(worker).is_over())
+}
+
 /// Whether its runner was seen online, which its own `Ready` condition remembers.
 pub fn is_up(worker: &Worker) -> bool {
     ready_since(worker).is_some()

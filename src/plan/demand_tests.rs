@@ -354,6 +354,7 @@ proptest! {
             }
             let names: BTreeSet<_> = stage.workers.iter().map(|worker| &worker.metadata.name).collect();
             prop_assert_eq!(names.len(), stage.workers.len());
+            prop_assert_eq!(stage.plan().surplus, BTreeSet::new(), "no claim loses a worker that it asked for");
             for (index, state) in states.iter().enumerate().take(stage.workers.len()) {
                 let name = ["pending", "running", "running", "completed", "failed"][usize::from(*state)];
                 if is_active(&stage.workers[index]) {

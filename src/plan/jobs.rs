@@ -63,14 +63,22 @@ pub fn state(claim: &RunnerClaim, seen: Option<&JobSeen>, ended: Option<Timestam
     })
 }
 
+/// When GitHub is to be asked about a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ask {
+    pub at: Timestamp,
+    /// A worker ended that may have run it, and nothing was heard since.
+    pub urgent: bool,
+}
+
 /// When GitHub is to be asked about a job of an open claim. Webhooks tell what happens; this is for those that were lost.
 /// `ended` is when a worker ended that may have run it.
-pub fn ask_at(
+pub fn ask(
     claim: &RunnerClaim,
     seen: Option<&JobSeen>,
     ended: Option<Timestamp>,
     stuck_queued: Duration,
-) -> Option<Timestamp> {
+) -> Option<Ask> {
     claim.spec.job.as_ref()?;
     let created = claim.metadata.creation_timestamp.as_ref()?.0;
     let regular = match seen {
@@ -79,7 +87,10 @@ pub fn ask_at(
     };
     let prompt = ended.and_then(|end| end.saturating_add(WEBHOOK_GRACE).ok());
     let prompt = prompt.filter(|at| seen.is_none_or(|seen| seen.at < *at));
-    Some(prompt.map_or(regular, |at| at.min(regular)))
+    Some(match prompt {
+        Some(at) if at <= regular => Ask { at, urgent: true },
+        _ => Ask { at: regular, urgent: false },
+    })
 }
 
 #[cfg(test)]
@@ -144,14 +155,15 @@ mod tests {
         let claim = told(json!("queued"), json!(null));
         let created = claim.metadata.creation_timestamp.as_ref().unwrap().0.as_second();
         let ask = |seen: Option<JobSeen>, ended: Option<i64>, stuck| {
-            ask_at(&claim, seen.as_ref(), ended.map(at), Duration::from_secs(stuck)).unwrap().as_second() - created
+            let ask = ask(&claim, seen.as_ref(), ended.map(at), Duration::from_secs(stuck)).unwrap();
+            (ask.at.as_second() - created, ask.urgent)
         };
         let asked = |second| seen(JobState::Queued, created + second);
-        assert_eq!(ask(None, None, 600), 600);
-        assert_eq!(ask(asked(600), None, 600), 1200);
-        assert_eq!(ask(asked(2), None, 1), 62);
-        assert_eq!(ask(None, Some(created + 100), 600), 105);
-        assert_eq!(ask(asked(104), Some(created + 100), 600), 105);
-        assert_eq!(ask(asked(105), Some(created + 100), 600), 705);
+        assert_eq!(ask(None, None, 600), (600, false));
+        assert_eq!(ask(asked(600), None, 600), (1200, false));
+        assert_eq!(ask(asked(2), None, 1), (62, false));
+        assert_eq!(ask(None, Some(created + 100), 600), (105, true));
+        assert_eq!(ask(asked(104), Some(created + 100), 600), (105, true));
+        assert_eq!(ask(asked(105), Some(created + 100), 600), (705, false));
     }
 }

@@ -8,7 +8,7 @@ use std::{
 use jiff::Timestamp;
 
 use super::{
-    board_worker::{claim_uid, since, state},
+    board_worker::{claim_uid, ended},
     capacity::is_active,
     demand::is_open,
     health::Binding,
@@ -56,7 +56,7 @@ impl<'a> Index<'a> {
         claim.spec.job.as_ref()?;
         let seen = self.seen(claim);
         let worker = jobs::runner(claim, seen).and_then(|runner| self.by_name.get(runner.name.as_str()).copied());
-        let ended = worker.filter(|worker| state(worker).is_over()).and_then(since);
+        let ended = worker.and_then(ended);
         Some((jobs::state(claim, seen, ended)?, worker))
     }
 
@@ -65,13 +65,13 @@ impl<'a> Index<'a> {
         let mut bindings = BTreeMap::new();
         for claim in claims {
             let Some((job, Some(worker))) = self.job(claim) else { continue };
-            let ended = |phase| claim.status.as_ref()?.phase_times.of(phase).map(|time| time.0);
+            let at = |phase| claim.status.as_ref()?.phase_times.of(phase).map(|time| time.0);
             let binding = match job {
                 JobState::Running if is_open(claim) || claim.metadata.deletion_timestamp.is_some() => Binding::Busy,
                 // The job went back to the line, and its runner with it or not at all.
                 JobState::Queued => continue,
                 JobState::Running | JobState::Completed | JobState::Gone | JobState::Stuck => {
-                    let end = ended(ClaimPhase::Completed).or_else(|| ended(ClaimPhase::Failed));
+                    let end = at(ClaimPhase::Completed).or_else(|| at(ClaimPhase::Failed));
                     Binding::Done(end.unwrap_or(now))
                 }
             };

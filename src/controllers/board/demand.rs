@@ -83,7 +83,9 @@ impl Board {
 
         let workers = self.all_workers();
         let (pools, claims) = (stores.pools.store.state(), stores.claims.store.state());
-        self.memory.tidy(&claims, &workers);
+        if self.context.timers.due("board memory", LOOK_AGAIN) {
+            self.memory.tidy(&claims, &workers);
+        }
         let limits = self.limits.read();
         let not_ready = self.not_ready(&pools, limits.as_ref().err());
         let plan = decide(Scene {
@@ -185,6 +187,9 @@ impl Board {
     fn tell_workers(&self, plan: &Plan, workers: &[Arc<Worker>]) {
         let bindings = std::mem::replace(&mut *lock(&self.memory.bindings), plan.bindings.clone());
         let surplus = std::mem::replace(&mut *lock(&self.memory.surplus), plan.surplus.clone());
+        if bindings == plan.bindings && surplus == plan.surplus {
+            return;
+        }
         for worker in workers {
             let name = worker.name_any();
             let same = bindings.get(&name) == plan.bindings.get(&name)

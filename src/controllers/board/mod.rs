@@ -26,7 +26,7 @@ use kube::{
     Resource, ResourceExt,
     runtime::{controller::Action, reflector::ObjectRef},
 };
-use tokio::sync::{Notify, broadcast};
+use tokio::sync::{Notify, Semaphore, SemaphorePermit, broadcast};
 use tokio_util::sync::CancellationToken;
 
 use self::{
@@ -49,12 +49,15 @@ use crate::{
 const LOOK_AGAIN: Duration = Duration::from_secs(15);
 /// Calls to be remembered for a controller that is slow to hear them; it looks again by itself anyway.
 const NUDGES: usize = 4096;
+/// Workers that are written for at a time: more would only make the API server slower for everybody.
+const WRITERS: usize = 24;
 
 pub async fn run(context: Arc<Context>, stop: CancellationToken) {
     let board = Arc::new(Board {
         limits: Limits::new(context.settings.entity_limits_file.clone()),
         prefix: name_prefix(&context.settings.cluster_name),
         making: tokio::sync::Mutex::default(),
+        writers: Semaphore::new(WRITERS),
         reservations: Reservations::default(),
         memory: Memory::default(),
         changed: Notify::new(),
@@ -82,6 +85,8 @@ struct Board {
     /// Held while workers are made and while claims and pools are let go, so that neither happens behind the other's
     /// back.
     making: tokio::sync::Mutex<()>,
+    /// Who writes for a worker takes a turn; who waits for GitHub has none.
+    writers: Semaphore,
     reservations: Reservations,
     memory: Memory,
     /// Something that decisions rest on has changed.
@@ -114,8 +119,11 @@ impl Board {
 
     /// All workers, those that no cache shows yet included.
     fn all_workers(&self) -> Vec<Arc<Worker>> {
-        let mut workers = self.context.stores.workers.store.state();
-        workers.extend(self.reservations.beyond(&workers));
+        let store = &self.context.stores.workers.store;
+        // First what is hidden: what shows in between is then in both, and never in neither.
+        let hidden = self.reservations.beyond(|worker| store.get(&ObjectRef::from_obj(worker)).is_some());
+        let mut workers = store.state();
+        workers.extend(hidden.into_iter().filter(|worker| store.get(&ObjectRef::from_obj(&**worker)).is_none()));
         workers
     }
 
@@ -124,6 +132,10 @@ impl Board {
         let mut workers = self.all_workers();
         workers.retain(|worker| board_worker::serves(worker, claim));
         workers
+    }
+
+    async fn turn(&self) -> SemaphorePermit<'_> {
+        self.writers.acquire().await.expect("it is never closed")
     }
 
     fn pod_of(&self, worker: &Worker) -> Option<Arc<Pod>> {
@@ -136,15 +148,14 @@ impl Board {
         node.is_some_and(|node| is_unreachable(&node))
     }
 
-    /// How far the claim's job is, and when the worker that has it ended.
-    fn job_of(&self, claim: &RunnerClaim) -> Option<(JobState, Option<Timestamp>)> {
+    /// How far the claim's job is, and the worker that has it.
+    fn job_of(&self, claim: &RunnerClaim) -> Option<(JobState, Option<Arc<Worker>>)> {
         claim.spec.job.as_ref()?;
         let seen = self.memory.job(claim);
         let worker = jobs::runner(claim, seen.as_ref())
             .and_then(|runner| self.context.stores.workers.store.get(&reference(&claim.namespace()?, &runner.name)));
-        let ended = worker.filter(|worker| board_worker::state(worker).is_over());
-        let ended = ended.and_then(|worker| board_worker::since(&worker));
-        Some((jobs::state(claim, seen.as_ref(), ended)?, ended))
+        let ended = worker.as_ref().and_then(|worker| board_worker::ended(worker));
+        Some((jobs::state(claim, seen.as_ref(), ended)?, worker))
     }
 
     /// What the health rules say of a worker with a pod.

@@ -44,11 +44,16 @@ impl Life<'_> {
                     Err(error) => return self.refused(error).await,
                 };
                 let secret = secret(self.worker, jit.encoded.expose_secret(), jit.runner_id);
+                let _turn = self.board.turn().await;
                 self.secrets().create(&PostParams::default(), &secret).await.context("cannot make the Secret")?;
                 Some(jit.runner_id)
             }
         };
-        match self.pods().create(&PostParams::default(), &pod(self.worker, pool, runner)).await {
+        let made = {
+            let _turn = self.board.turn().await;
+            self.pods().create(&PostParams::default(), &pod(self.worker, pool, runner)).await
+        };
+        match made {
             // It shows in the cache, and then it gets its Secret.
             Ok(_) => Ok(Action::requeue(SHOWING)),
             Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(Action::requeue(SHOWING)),

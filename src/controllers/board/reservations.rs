@@ -1,7 +1,7 @@
 //! Workers that were made a moment ago: they count before any cache shows them.
 
 use std::{
-    collections::{BTreeMap, HashSet},
+    collections::BTreeMap,
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
@@ -53,15 +53,10 @@ impl Reservations {
         Ok(())
     }
 
-    /// Those that are not among `shown`.
-    pub fn beyond(&self, shown: &[Arc<Worker>]) -> Vec<Arc<Worker>> {
+    /// Those that are not shown.
+    pub fn beyond(&self, is_shown: impl Fn(&Worker) -> bool) -> Vec<Arc<Worker>> {
         let reserved = lock(&self.0);
-        if reserved.is_empty() {
-            return vec![];
-        }
-        let shown: HashSet<_> = shown.iter().map(|worker| key(worker)).collect();
-        let hidden = reserved.iter().filter(|(key, _)| !shown.contains(key));
-        hidden.map(|(_, reserved)| reserved.worker.clone()).collect()
+        reserved.values().map(|reserved| &reserved.worker).filter(|worker| !is_shown(worker)).cloned().collect()
     }
 }
 
@@ -82,8 +77,8 @@ mod tests {
         let reservations = Reservations::default();
         reservations.insert(worker("a"));
         reservations.insert(worker("b"));
-        let shown = [Arc::new(worker("a")), Arc::new(worker("c"))];
-        let names: Vec<_> = reservations.beyond(&shown).iter().map(|worker| worker.name_any()).collect();
+        let shown = |worker: &Worker| ["a", "c"].contains(&worker.name_any().as_str());
+        let names: Vec<_> = reservations.beyond(shown).iter().map(|worker| worker.name_any()).collect();
         assert_eq!(names, ["b"]);
     }
 }

@@ -4,7 +4,7 @@
 //! worker of its place, and the sweep.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{HashMap, HashSet, VecDeque},
     sync::Arc,
     time::Duration,
 };
@@ -41,6 +41,8 @@ const FIRST_SWEEP: SignedDuration = SignedDuration::from_mins(1);
 const STRAYS: usize = 20;
 /// As many jobs are asked for in one visit.
 const JOBS: usize = 20;
+/// As many are asked for in a minute, in all places together, that nothing is wrong with as far as is known.
+const QUIET_JOBS: usize = 15;
 /// The agenda is not made more often than this.
 const PAUSE: Duration = Duration::from_millis(500);
 const LAST_RETRY: Duration = Duration::from_secs(600);
@@ -69,9 +71,10 @@ pub async fn run(board: Arc<Board>, stop: CancellationToken) {
     let mut under_way: HashSet<Place> = HashSet::new();
     let mut tasks = JoinSet::new();
     let mut first = true;
+    let mut asked = VecDeque::new();
     loop {
         let now = Timestamp::now();
-        let (agenda, next) = board.agenda(&mut visits, first, now);
+        let (agenda, next) = board.agenda(&mut visits, &under_way, &mut asked, first, now);
         first = false;
         for (place, errand) in agenda {
             if visits.get(&place).is_some_and(|visits| visits.not_before > now) || !under_way.insert(place.clone()) {
@@ -127,6 +130,8 @@ impl Board {
     fn agenda(
         &self,
         visits: &mut HashMap<Place, Visits>,
+        under_way: &HashSet<Place>,
+        asked: &mut VecDeque<Timestamp>,
         first: bool,
         now: Timestamp,
     ) -> (HashMap<Place, Errand>, Option<Timestamp>) {
@@ -161,15 +166,35 @@ impl Board {
                 agenda.entry(place).or_default().list = true;
             }
         }
+        let mut ended: HashMap<&str, Timestamp> = HashMap::new();
+        for worker in &workers {
+            if let (Some(uid), Some(end)) = (board_worker::claim_uid(worker), board_worker::ended(worker)) {
+                let last = ended.entry(uid).or_insert(end);
+                *last = end.max(*last);
+            }
+        }
+        while asked.front().is_some_and(|then| now.duration_since(*then) >= SignedDuration::from_mins(1)) {
+            asked.pop_front();
+        }
         let pools = stores.pools.store.state();
         for claim in stores.claims.store.state().iter().filter(|claim| claim.spec.job.is_some() && is_open(claim)) {
             let Some((place, board)) = place_of_claim(claim, &pools) else { continue };
-            let Some(at) = self.ask_at(claim, board, &workers) else { continue };
-            if at > now {
-                later(at);
+            let ended = claim.metadata.uid.as_deref().and_then(|uid| ended.get(uid)).copied();
+            let Some(ask) = self.ask_for(claim, board, ended) else { continue };
+            if ask.at > now {
+                later(ask.at);
                 continue;
             }
             let known = visits.entry(place.clone()).or_insert_with(|| Visits::new(false, now));
+            if under_way.contains(&place) || known.not_before > now {
+                continue;
+            }
+            if !ask.urgent {
+                if asked.len() >= QUIET_JOBS {
+                    continue;
+                }
+                asked.push_back(now);
+            }
             known.installation = claim.spec.installation_id.or(known.installation);
             agenda
                 .entry(place)
@@ -194,17 +219,17 @@ impl Board {
         (agenda, next)
     }
 
-    /// When GitHub is to be asked about the claim's job.
-    fn ask_at(&self, claim: &RunnerClaim, board: &BoardPool, workers: &[Arc<Worker>]) -> Option<Timestamp> {
-        let (state, ended) = self.job_of(claim)?;
-        let own = workers.iter().filter(|worker| board_worker::serves(worker, claim));
-        let own = own.filter(|worker| board_worker::state(worker).is_over());
-        let ended = match state {
-            JobState::Queued => own.filter_map(|worker| board_worker::since(worker)).max(),
-            JobState::Running => ended,
-            JobState::Completed | JobState::Gone | JobState::Stuck => return None,
+    /// When GitHub is to be asked about the claim's job. One that runs on a worker of ours is not asked for: the end of
+    /// that worker is seen here.
+    fn ask_for(&self, claim: &RunnerClaim, board: &BoardPool, ended: Option<Timestamp>) -> Option<jobs::Ask> {
+        let (state, worker) = self.job_of(claim)?;
+        let ended = match (state, worker) {
+            (JobState::Queued, _) => ended,
+            (JobState::Running, Some(worker)) => Some(board_worker::ended(&worker)?),
+            (JobState::Running, None) => None,
+            (JobState::Completed | JobState::Gone | JobState::Stuck, _) => return None,
         };
-        jobs::ask_at(claim, self.memory.job(claim).as_ref(), ended, board.timeouts.stuck_queued)
+        jobs::ask(claim, self.memory.job(claim).as_ref(), ended, board.timeouts.stuck_queued)
     }
 
     /// Says whether the runners were listed.

@@ -176,6 +176,7 @@ impl Life<'_> {
 
     /// Gives the Secret to the pod, so that it goes with it.
     async fn adopt(&self, pod: &Pod) -> Result<()> {
+        let _turn = self.board.turn().await;
         let patch = json!({"metadata": {"ownerReferences": [adoption(pod)]}});
         let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
         match self.secrets().patch(&self.name, &parameters, &Patch::Merge(patch)).await {
@@ -219,6 +220,7 @@ impl Life<'_> {
     }
 
     pub async fn write(&self, status: &WorkerStatus) -> Result<Written> {
+        let _turn = self.board.turn().await;
         objects::write_status(&self.board.context.client, self.worker, self.worker.status.as_ref(), status).await
     }
 
