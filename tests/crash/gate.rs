@@ -146,7 +146,12 @@ fn object_written(method: &Method, path: &str) -> Option<String> {
         return None;
     }
     let what = match path.split_once("/namespaces/").and_then(|(_, rest)| rest.split_once('/')) {
-        None => path.to_owned(),
+        // Numbers are names at GitHub.
+        None => path
+            .split('/')
+            .map(|part| if part.parse::<u64>().is_ok() { "*" } else { part })
+            .collect::<Vec<_>>()
+            .join("/"),
         Some((_, object)) => match object.split('/').collect::<Vec<_>>()[..] {
             [kind, _, part] => format!("{kind}/{part}"),
             [kind, ..] => kind.to_owned(),
@@ -170,18 +175,23 @@ fn aws_written(headers: &HeaderMap, body: &[u8], answer: &[u8]) -> Option<String
             let answer: Value = serde_json::from_slice(answer).ok()?;
             answer["Messages"].as_array().filter(|messages| !messages.is_empty()).map(|_| action)
         }
-        "UpdateItem" => Some(match new_state(body) {
-            Some(state) => format!("{action} to {state}"),
-            None => action,
-        }),
+        "UpdateItem" | "TransactWriteItems" => {
+            let states = new_states(body);
+            Some(if states.is_empty() { action } else { format!("{action} to {}", states.join(" and ")) })
+        }
         _ if ["Get", "Describe", "List", "Query", "BatchGet"].iter().any(|read| action.starts_with(read)) => None,
         _ => Some(action),
     }
 }
 
-/// The state that an update puts an instance in.
-fn new_state(body: &[u8]) -> Option<String> {
-    let update: Value = serde_json::from_slice(body).ok()?;
+/// The states that an update, or several at once, put instances in.
+fn new_states(body: &[u8]) -> Vec<String> {
+    let request: Value = serde_json::from_slice(body).unwrap_or_default();
+    let several = request["TransactItems"].as_array().into_iter().flatten().map(|item| &item["Update"]);
+    several.chain([&request]).filter_map(new_state).collect()
+}
+
+fn new_state(update: &Value) -> Option<String> {
     let (_, assigned) = update["UpdateExpression"].as_str()?.split_once("#state = ")?;
     let value = assigned.split([',', ' ']).next()?;
     update["ExpressionAttributeValues"][value]["S"].as_str().map(str::to_owned)
