@@ -60,7 +60,7 @@ impl<'a> Boards<'a> {
     /// On as many simulated nodes, called after the namespace, with a slot each; `changes` are merged into the pool's
     /// `spec.board`. Pods run and do nothing.
     pub async fn simulated(world: &'a World, nodes: u32, changes: Value) -> Result<Self> {
-        let kwok = SIMULATED.get_or_try_init(|| SimulatedNodes::start(&world.stage.kube)).await?;
+        let kwok = simulated_nodes(world).await?;
         let boards = Self::new(world).await?;
         let (name, resource) = (boards.namespace.clone(), boards.resource());
         kwok.add(&name, usize::try_from(nodes)?, &[(LABEL_BOARD, &name)], &[(&resource, "1")]).await?;
@@ -234,6 +234,10 @@ impl<'a> Boards<'a> {
 
 pub async fn node(world: &World) -> Result<&'static Node> {
     NODE.get_or_try_init(|| start_node(world)).await
+}
+
+pub async fn simulated_nodes(world: &World) -> Result<&'static SimulatedNodes> {
+    SIMULATED.get_or_try_init(|| SimulatedNodes::start(&world.stage.kube)).await
 }
 
 async fn start_node(world: &World) -> Result<Node> {

@@ -4,8 +4,10 @@
 //! test has a Kubernetes namespace for itself.
 
 mod board;
+mod board_burst;
 mod board_health;
 mod board_jobs;
+mod board_whole;
 mod boards;
 mod canary;
 mod device_plugin;
@@ -166,6 +168,8 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2_faults::i12_a_throttled_table_slows_a_claim_and_breaks_nothing,
         webhook::webhooks_lost_while_nobody_listens_are_found,
         webhook::webhooks_wait_for_the_api_server,
+        board_burst::burst_of_300_jobs_over_20_organisations,
+        board_burst::i1_i7_a_thousand_jobs_at_once_none_lost_none_double,
     );
     let on_a_node = trials!(play:
         board::claim_runs_a_job_on_the_board,
@@ -174,6 +178,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         board::deleted_claim_takes_its_idle_runner_along,
         board::lost_jit_config_is_replaced,
         board::failed_pod_is_explained_and_replaced,
+        board_whole::job_goes_from_github_to_the_board_and_back,
         device_plugin::second_pod_waits_for_the_slot,
         device_plugin::slots_go_and_come_with_the_plugin,
         device_plugin::removed_label_comes_back,

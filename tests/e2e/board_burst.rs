@@ -1,0 +1,274 @@
+//! Many jobs at once, on boards that KWOK plays and with runners that GitHub's simulator plays.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use futures::StreamExt;
+use kube::{ResourceExt, api::ListParams, runtime::watcher};
+use paddock::api::{ClaimPhase, LABEL_ENTITY, RunnerClaim, RunnerPool, Worker, WorkerState};
+use paddock_bed::{
+    boards::{Boards, Seen},
+    github::{Conclusion, HookSource, JobRequest, Status},
+    stage::WEBHOOK_SECRET,
+};
+use serde_json::{Value, json};
+use tokio::task::AbortHandle;
+
+use crate::{boards::simulated_nodes, support::World};
+
+const ORGANIZATIONS: usize = 20;
+/// What an entity may have at a time, unless the operator is told otherwise.
+const CAP: usize = 20;
+/// Longer than all of it takes on a slow machine.
+const DEADLINE: Duration = Duration::from_secs(600);
+
+/// A pool on a board of its own, for organisations of its own, whose jobs GitHub tells the operator of.
+struct Fleet<'a> {
+    world: &'a World,
+    /// Also the name of the board and the label of its jobs.
+    namespace: String,
+    installations: Vec<u64>,
+    boards: Boards,
+    watch: Arc<Mutex<Watch>>,
+    tasks: Vec<AbortHandle>,
+}
+
+/// What was seen that must not be, and the order in which workers were made.
+#[derive(Default)]
+struct Watch {
+    violations: Vec<String>,
+    most: usize,
+    workers: Vec<Worker>,
+}
+
+impl Drop for Fleet<'_> {
+    fn drop(&mut self) {
+        self.tasks.iter().for_each(AbortHandle::abort);
+    }
+}
+
+impl<'a> Fleet<'a> {
+    async fn new(world: &'a World) -> Result<Self> {
+        let (namespace, installations) = hooked_pool(world, ORGANIZATIONS, json!({})).await?;
+        let boards = Boards::play(world.stage.kube.client(), world.stage.github.control(), &namespace);
+        let watch: Arc<Mutex<Watch>> = Arc::default();
+        let workers = watcher(world.api::<Worker>(&namespace), watcher::Config::default());
+        let seen = watch.clone();
+        let made = tokio::spawn(workers.for_each(move |event| {
+            if let Ok(watcher::Event::Apply(worker) | watcher::Event::InitApply(worker)) = event {
+                let workers = &mut seen.lock().expect("no panic while held").workers;
+                if !workers.iter().any(|known| known.metadata.uid == worker.metadata.uid) {
+                    workers.push(worker);
+                }
+            }
+            std::future::ready(())
+        }));
+        Ok(Self { world, namespace, installations, boards, watch, tasks: vec![made.abort_handle()] })
+    }
+
+    async fn add_nodes(&self, count: usize) -> Result<()> {
+        let nodes = simulated_nodes(self.world).await?;
+        Boards::add(nodes, &self.namespace, count, &resource(&self.namespace)).await
+    }
+
+    /// Jobs, as many of each organisation.
+    fn queue(&self, count: usize, duration_ms: Option<u64>) -> Result<Vec<u64>> {
+        let number = |number: usize| queue(self.world, &self.namespace, number % ORGANIZATIONS, duration_ms);
+        (0..count).map(number).collect()
+    }
+
+    /// I7, at this moment: no slot and no cap is exceeded.
+    fn sample(&self, nodes: usize) {
+        let mut watch = self.watch.lock().expect("no panic while held");
+        self.boards.pods(|pods| {
+            let active: Vec<&Seen> = pods.values().filter(|seen| seen.is_active()).collect();
+            let (mut on_node, mut of_entity) = (HashMap::new(), HashMap::new());
+            for seen in &active {
+                *of_entity.entry(seen.pod.labels().get(LABEL_ENTITY)).or_insert(0) += 1;
+                if let Some(node) = seen.node() {
+                    *on_node.entry(node).or_insert(0) += 1;
+                }
+            }
+            let (full, greedy) = (on_node.values().max().unwrap_or(&0), of_entity.values().max().unwrap_or(&0));
+            if active.len() > nodes || *full > 1 || *greedy > CAP {
+                let found = format!("{} pods on {nodes} nodes, {full} on one, {greedy} of one entity", active.len());
+                watch.violations.push(found);
+            }
+            watch.most = watch.most.max(active.len());
+        });
+    }
+
+    /// Looks at the pods again and again until something is true.
+    async fn until(&self, nodes: usize, what: &str, mut wanted: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+        let start = Instant::now();
+        while start.elapsed() < DEADLINE {
+            self.sample(nodes);
+            if wanted().await? {
+                return Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        let claims = self.claims().await?;
+        let mut phases: BTreeMap<String, usize> = BTreeMap::new();
+        for claim in &claims {
+            *phases.entry(format!("{:?}", claim.status.as_ref().and_then(|status| status.phase))).or_default() += 1;
+        }
+        bail!("not within {DEADLINE:?}: {what}; claims: {phases:?}")
+    }
+
+    async fn claims(&self) -> Result<Vec<RunnerClaim>> {
+        Ok(self.world.api::<RunnerClaim>(&self.namespace).list(&ListParams::default()).await?.items)
+    }
+
+    /// Waits until every job is done and its claim knows it.
+    async fn until_done(&self, nodes: usize, jobs: &[u64]) -> Result<()> {
+        let github = &self.world.stage.github;
+        let done = |job: &u64| github.job(*job).is_some_and(|job| job.conclusion == Some(Conclusion::Success));
+        self.until(nodes, "every job is done", async || Ok(jobs.iter().all(done))).await?;
+        self.until(nodes, "every claim is Completed", async || {
+            let phase = |claim: &RunnerClaim| claim.status.as_ref().and_then(|status| status.phase);
+            Ok(self.claims().await?.iter().all(|claim| phase(claim) == Some(ClaimPhase::Completed)))
+        })
+        .await
+    }
+
+    /// I1, I7: one claim and one worker per job, each of which has served, and never too many at a time. Whose worker ran
+    /// which job is GitHub's choice.
+    async fn check(&self, jobs: &[u64]) -> Result<()> {
+        let claims = self.claims().await?;
+        ensure!(claims.len() == jobs.len(), "{} claims for {} jobs", claims.len(), jobs.len());
+        let workers = self.world.api::<Worker>(&self.namespace).list(&ListParams::default()).await?.items;
+        ensure!(workers.len() == jobs.len(), "{} workers for {} jobs", workers.len(), jobs.len());
+        for worker in &workers {
+            let state = worker.status.as_ref().and_then(|status| status.state);
+            ensure!(state == Some(WorkerState::Completed), "{}: {:?}", worker.name_any(), worker.status);
+        }
+        for job in jobs {
+            ensure!(claims.iter().any(|claim| claim.name_any() == format!("job-{job}")), "job {job} has no claim");
+        }
+        let watch = self.watch.lock().expect("no panic while held");
+        ensure!(watch.violations.is_empty(), "{:?}", watch.violations);
+        Ok(())
+    }
+
+    /// I7: within an organisation claims got their first worker in their order, oldest first.
+    async fn check_order(&self) -> Result<()> {
+        let claims: HashMap<String, RunnerClaim> =
+            self.claims().await?.into_iter().map(|claim| (claim.name_any(), claim)).collect();
+        let (mut last, mut served) = (HashMap::new(), HashSet::new());
+        for worker in &self.watch.lock().expect("no panic while held").workers {
+            let board = worker.spec.board.as_ref().context("a worker on a board")?;
+            let claim = claims.get(&board.claim).context("its claim")?;
+            if !served.insert(&board.claim) {
+                continue;
+            }
+            let place = (claim.metadata.creation_timestamp.as_ref().map(|time| time.0), claim.name_any());
+            if let Some(before) = last.insert(&board.entity, place.clone()) {
+                ensure!(before < place, "{:?} was served before {:?}", before, place);
+            }
+        }
+        Ok(())
+    }
+}
+
+pub fn resource(namespace: &str) -> String {
+    format!("paddock.test/{namespace}")
+}
+
+/// A namespace with a pool whose board and label are called like it, for organisations of its own (`NAMESPACE-0` and so
+/// on), whose jobs GitHub tells the operator of; with the installations of the App there. `changes` are merged into
+/// `spec.board`.
+pub async fn hooked_pool(world: &World, organizations: usize, changes: Value) -> Result<(String, Vec<u64>)> {
+    let (github, kube) = (&world.stage.github, &world.stage.kube);
+    let namespace = world.namespace().await?;
+    let app = github.app(&namespace);
+    let mut installations = Vec::new();
+    for number in 0..organizations {
+        let login = format!("{namespace}-{number}");
+        github.organization(&login);
+        github.repository(&login, "rocket", true)?;
+        installations.push(github.install(app.id, &login)?);
+    }
+    github.hook(HookSource::App(app.id), &format!("{}/webhook", world.url()), WEBHOOK_SECRET);
+    let secret = json!({
+        "apiVersion": "v1", "kind": "Secret", "metadata": { "name": "hooked", "namespace": namespace },
+        "stringData": { "github_app_id": app.id.to_string(), "github_app_private_key": app.private_key },
+    });
+    kube.apply(&secret.to_string()).await?;
+    let mut board = json!({
+        "board": namespace, "labels": [[namespace]], "image": "runner", "resourceName": resource(&namespace),
+        "github": { "credentialsRef": { "name": "hooked" }, "runnerGroup": "Boards" },
+    });
+    if let (Value::Object(board), Value::Object(changes)) = (&mut board, changes) {
+        board.extend(changes);
+    }
+    let pool = json!({
+        "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerPool",
+        "metadata": { "name": "riscv", "namespace": namespace }, "spec": { "board": board },
+    });
+    kube.apply(&pool.to_string()).await?;
+    world.until::<RunnerPool>(&namespace, "riscv", "known", |pool| pool.status.is_some()).await?;
+    Ok((namespace, installations))
+}
+
+/// Queues a job for such a pool, of one of its organisations.
+pub fn queue(world: &World, namespace: &str, organization: usize, duration_ms: Option<u64>) -> Result<u64> {
+    let request = JobRequest {
+        owner: format!("{namespace}-{organization}"),
+        repo: "rocket".into(),
+        labels: vec![namespace.to_owned()],
+        duration_ms,
+        ..JobRequest::default()
+    };
+    Ok(world.stage.github.queue_job(request)?.id)
+}
+
+pub async fn until_free(world: &World, namespace: &str, slots: u32) -> Result<()> {
+    let free = |pool: &RunnerPool| pool.status.as_ref().and_then(|status| Some(status.slots.as_ref()?.free));
+    world.until::<RunnerPool>(namespace, "riscv", "free", |pool| free(pool) == Some(slots)).await.map(drop)
+}
+
+/// 300 jobs of 20 organisations at once, on 300 boards: each gets a runner of its own, once, and GitHub is asked little more
+/// than once per job.
+pub async fn burst_of_300_jobs_over_20_organisations(world: &World) -> Result<()> {
+    const JOBS: usize = 300;
+    let fleet = Fleet::new(world).await?;
+    fleet.add_nodes(JOBS).await?;
+    until_free(world, &fleet.namespace, JOBS as u32).await?;
+    let github = &world.stage.github;
+    github.reset_calls();
+    let jobs = fleet.queue(JOBS, None)?;
+    let taken = |job: &u64| github.job(*job).is_some_and(|job| job.status == Status::InProgress);
+    fleet.until(JOBS, "every job is taken", async || Ok(jobs.iter().all(taken))).await?;
+    for job in &jobs {
+        github.finish_job(*job, Conclusion::Success);
+    }
+    fleet.until_done(JOBS, &jobs).await?;
+    let mut calls = github.calls();
+    // Tokens are asked for by the App itself; what other tests left behind is asked about, too.
+    calls.retain(|call| call.installation.is_none_or(|it| fleet.installations.contains(&it)));
+    let asked: u64 = calls.iter().map(|call| call.count).sum();
+    ensure!(asked as f64 <= 1.2 * JOBS as f64, "{asked} calls for {JOBS} jobs: {calls:?}");
+    fleet.check(&jobs).await?;
+    let most = fleet.watch.lock().expect("no panic while held").most;
+    ensure!(most == JOBS, "only {most} ran at a time");
+    Ok(())
+}
+
+/// I1, I7: 1,000 jobs at once for 50 boards; none is lost, none is served twice, and each organisation's come in order.
+pub async fn i1_i7_a_thousand_jobs_at_once_none_lost_none_double(world: &World) -> Result<()> {
+    const JOBS: usize = 1000;
+    const NODES: usize = 50;
+    let fleet = Fleet::new(world).await?;
+    let jobs = fleet.queue(JOBS, Some(1))?;
+    fleet.until(NODES, "every job has a claim", async || Ok(fleet.claims().await?.len() == JOBS)).await?;
+    // The line is complete before the first is served, so that its order is certain.
+    fleet.add_nodes(NODES).await?;
+    fleet.until_done(NODES, &jobs).await?;
+    fleet.check(&jobs).await?;
+    fleet.check_order().await
+}

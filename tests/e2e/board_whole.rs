@@ -1,0 +1,64 @@
+//! The whole way of a job, with nothing played but GitHub.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use k8s_openapi::api::core::v1::{Pod, Secret};
+use kube::{ResourceExt, api::ListParams};
+use paddock::api::{
+    ANNOTATION_JOB_RUNNER, ANNOTATION_JOB_STATE, ClaimPhase, LABEL_CLAIM, RunnerClaim, Worker, WorkerState,
+};
+use paddock_bed::{
+    device_plugin::DevicePlugin,
+    github::{Conclusion, Status},
+};
+use serde_json::json;
+
+use crate::{
+    board_burst::{hooked_pool, queue, resource, until_free},
+    boards::{BOARD, IMAGE, node},
+    support::World,
+};
+
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// A job is queued at GitHub, whose webhook becomes a claim; its pod starts on the real kubelet, in a slot of the real
+/// device plugin; the runner in it comes online, takes the job and ends; the pod goes after its grace, and the slot is free.
+pub async fn job_goes_from_github_to_the_board_and_back(world: &World) -> Result<()> {
+    let github = &world.stage.github;
+    let changes = json!({ "board": BOARD, "image": IMAGE, "timeouts": { "podGrace": "3s" } });
+    let (namespace, _) = hooked_pool(world, 1, changes).await?;
+    let node = node(world).await?;
+    let _plugin = DevicePlugin::start(&world.stage.kube, node, BOARD, &resource(&namespace), 1).await?;
+    until_free(world, &namespace, 1).await?;
+
+    let job = queue(world, &namespace, 0, None)?;
+    let name = format!("job-{job}");
+    let taken = github.until_job(job, DEADLINE, |job| job.status == Status::InProgress && job.heard).await?;
+    let runner = taken.taken_by.context("somebody runs it")?.runner_name;
+    let pods = world.api::<Pod>(&namespace).list(&ListParams::default()).await?.items;
+    let [pod] = &pods[..] else { anyhow::bail!("{} pods, not one", pods.len()) };
+    ensure!(pod.name_any() == runner, "the pod's runner has the job");
+    ensure!(pod.labels().get(LABEL_CLAIM) == Some(&name));
+    let spec = pod.spec.clone().unwrap_or_default();
+    ensure!(spec.node_name.as_deref() == Some(node.name()), "it runs on the real node: {:?}", spec.node_name);
+    let limits = spec.containers[0].resources.as_ref().and_then(|resources| resources.limits.clone());
+    let slot = limits.unwrap_or_default().remove(&resource(&namespace));
+    ensure!(slot.is_some_and(|slot| slot.0 == "1"), "it has the slot");
+    let said = |claim: &RunnerClaim, key: &str| claim.annotations().get(key).cloned().unwrap_or_default();
+    let told = |claim: &RunnerClaim| said(claim, ANNOTATION_JOB_STATE) == "in_progress";
+    let claim = world.until::<RunnerClaim>(&namespace, &name, "told that its job runs", told).await?;
+    ensure!(said(&claim, ANNOTATION_JOB_RUNNER).ends_with(&runner), "and who has it: {:?}", claim.annotations());
+
+    github.finish_job(job, Conclusion::Success);
+    let done = |claim: &RunnerClaim| claim.status.as_ref().and_then(|it| it.phase) == Some(ClaimPhase::Completed);
+    world.until::<RunnerClaim>(&namespace, &name, "Completed", done).await?;
+    let served = |worker: &Worker| worker.status.as_ref().and_then(|it| it.state) == Some(WorkerState::Completed);
+    world.until::<Worker>(&namespace, &runner, "completed", served).await?;
+    let job = github.job(job).context("the job is known")?;
+    ensure!(job.conclusion == Some(Conclusion::Success), "{job:?}");
+    world.until_gone::<Pod>(&namespace, &runner).await?;
+    world.until_gone::<Secret>(&namespace, &runner).await?;
+    ensure!(github.runner(&runner).is_none(), "GitHub has no runner left");
+    until_free(world, &namespace, 1).await
+}
