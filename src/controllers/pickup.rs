@@ -233,9 +233,13 @@ impl Pickups {
     /// let go of them, come before new ones.
     fn last_resort(&self, line: &mut Line, index: usize) {
         let (ask, now) = (&line.waiting[index].ask, Timestamp::now());
-        let fitting = self
+        // What it has in hand itself is nothing to wait for: it is claimed as soon as there is an answer.
+        let in_hand = &line.waiting[index].picked.candidates;
+        let own: Vec<_> = in_hand.iter().map(|candidate| candidate.offer.instance_id.clone()).collect();
+        let mut fitting = self
             .ledger
             .find(&ask.pool, |tracked| tracked.is_claimable(now) && ask.needs.met_by(&tracked.idle_message()));
+        fitting.retain(|tracked| !own.contains(&tracked.record.instance_id));
         let missing = line.waiting[index].missing();
         let (shown, free): (Vec<_>, Vec<_>) =
             fitting.into_iter().partition(|tracked| line.hands.contains_key(&tracked.record.instance_id));
