@@ -106,6 +106,8 @@ impl<'a> Fleet<'a> {
     async fn until(&self, nodes: usize, what: &str, mut wanted: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
         let start = Instant::now();
         while start.elapsed() < DEADLINE {
+            // A busy API server may cost it the lease.
+            self.world.keep_operator_alive().await?;
             self.sample(nodes);
             if wanted().await? {
                 return Ok(());

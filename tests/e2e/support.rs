@@ -94,7 +94,7 @@ impl World {
     }
 
     /// Starts an operator that ended by itself again, as a kubelet would.
-    async fn keep_operator_alive(&self) -> Result<()> {
+    pub async fn keep_operator_alive(&self) -> Result<()> {
         // Tests run side by side, and whoever comes first starts it for all.
         let _starting = self.starting.lock().await;
         let ended = self.operator().as_mut().is_some_and(Operator::exited);
