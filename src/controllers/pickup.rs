@@ -233,9 +233,10 @@ impl Pickups {
     /// let go of them, come before new ones.
     fn last_resort(&self, line: &mut Line, index: usize) {
         let (ask, now) = (&line.waiting[index].ask, Timestamp::now());
-        // What it has in hand itself is nothing to wait for: it is claimed as soon as there is an answer.
-        let in_hand = &line.waiting[index].picked.candidates;
-        let own: Vec<_> = in_hand.iter().map(|candidate| candidate.offer.instance_id.clone()).collect();
+        // What it has in hand itself is nothing to wait for: it is claimed as soon as there is an answer. Nor is what those
+        // have who came later: they wait for this one, and two must not wait for each other.
+        let in_hand = line.waiting[index..].iter().flat_map(|waiting| &waiting.picked.candidates);
+        let own: Vec<_> = in_hand.map(|candidate| candidate.offer.instance_id.clone()).collect();
         let mut fitting = self
             .ledger
             .find(&ask.pool, |tracked| tracked.is_claimable(now) && ask.needs.met_by(&tracked.idle_message()));
