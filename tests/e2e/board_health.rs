@@ -127,7 +127,13 @@ pub async fn a_lost_node_fails_its_worker_and_another_takes_over(world: &World) 
     let nodes: Api<Node> = Api::all(world.stage.kube.client());
     let taint = json!({ "key": "node.kubernetes.io/unreachable", "effect": "NoSchedule" });
     let lost: Value = json!({ "spec": { "taints": [taint] }, "metadata": { "labels": { LABEL_BOARD: "lost" } } });
-    nodes.patch(&node, &PatchParams::default(), &Patch::Merge(lost)).await?;
+    // Kubernetes takes the taint away from a node that is ready after all: it is put there until it was seen.
+    let seen = async || {
+        nodes.patch(&node, &PatchParams::default(), &Patch::Merge(&lost)).await?;
+        let worker = world.api::<Worker>(&boards.namespace).get(&name).await?;
+        Ok(worker.status.and_then(|status| status.state) == Some(WorkerState::Failed))
+    };
+    world.until_true("its worker failed", seen).await?;
     let failure = failure(boards.until_worker(&name, WorkerState::Failed).await?)?;
     ensure!(failure.reason == FailureReason::NodeUnreachable, "{failure:?}");
     ensure!(failure.message.contains(&node), "{failure:?}");
