@@ -42,7 +42,7 @@ pub async fn a_run_that_a_webhook_calls_completed_releases_its_claim(world: &Wor
     let times = &status.phase_times;
     ensure!(times.ready <= times.releasing && times.releasing <= times.completed, "{times:?}");
     linux.until_pooled(1).await?;
-    let wanted = ["WaitingInLine", "Claiming", "Validating", "Ready", "Releasing", "Completed"];
+    let wanted = ["Pending", "Claiming", "Validating", "Ready", "Releasing", "Completed"];
     let told = async || {
         let events = events(&linux, "build").await?;
         Ok(wanted.iter().all(|reason| events.iter().any(|event| event == reason)))
