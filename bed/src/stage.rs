@@ -182,7 +182,7 @@ impl Stage {
             .env("KUBECONFIG", &self.operator_kubeconfig)
             .env("HOSTNAME", name)
             // Not arguments, so that an argument may say otherwise.
-            .env("PADDOCK_LEASE_DURATION", "3s")
+            .env("PADDOCK_LEASE_DURATION", "5s")
             .env("PADDOCK_WEBHOOK_SECRET_FILE", secrets)
             .envs(self.aws.env());
         Operator::start(name, command, &self.dir.join("operator"), address).await

@@ -88,7 +88,11 @@ impl World {
     }
 
     pub async fn start_operator(&self) -> Result<()> {
-        let operator = self.stage.operator_at("operator", self.address, &[]).await?;
+        self.start_operator_with(&[]).await
+    }
+
+    pub async fn start_operator_with(&self, arguments: &[&str]) -> Result<()> {
+        let operator = self.stage.operator_at("operator", self.address, arguments).await?;
         *self.operator() = Some(operator);
         Ok(())
     }
