@@ -1,13 +1,14 @@
 //! Many jobs at once, on boards that KWOK plays and with runners that GitHub's simulator plays.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, HashMap},
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail, ensure};
 use futures::StreamExt;
+use jiff::SignedDuration;
 use kube::{ResourceExt, api::ListParams, runtime::watcher};
 use paddock::api::{ClaimPhase, LABEL_ENTITY, RunnerClaim, RunnerPool, Worker, WorkerState};
 use paddock_bed::{
@@ -161,16 +162,22 @@ impl<'a> Fleet<'a> {
     async fn check_order(&self) -> Result<()> {
         let claims: HashMap<String, RunnerClaim> =
             self.claims().await?.into_iter().map(|claim| (claim.name_any(), claim)).collect();
-        let (mut last, mut served) = (HashMap::new(), HashSet::new());
+        // When each claim got its first worker, by owner and in the order of the claims.
+        let mut served: BTreeMap<_, BTreeMap<_, _>> = BTreeMap::new();
         for worker in &self.watch.lock().expect("no panic while held").workers {
             let board = worker.spec.board.as_ref().context("a worker on a board")?;
             let claim = claims.get(&board.claim).context("its claim")?;
-            if !served.insert(&board.claim) {
-                continue;
-            }
             let place = (claim.metadata.creation_timestamp.as_ref().map(|time| time.0), claim.name_any());
-            if let Some(before) = last.insert(&board.entity, place.clone()) {
-                ensure!(before < place, "{:?} was served before {:?}", before, place);
+            let at = worker.metadata.creation_timestamp.as_ref().context("a time")?.0;
+            served.entry(board.entity.clone()).or_default().entry(place).or_insert(at);
+        }
+        // Workers of one decision are made side by side, and the API server's clock has whole seconds.
+        let slack = SignedDuration::from_secs(1);
+        for line in served.values() {
+            let mut latest = None;
+            for (place, at) in line {
+                ensure!(latest.is_none_or(|latest| *at + slack >= latest), "{place:?} was overtaken: {line:?}");
+                latest = latest.max(Some(*at));
             }
         }
         Ok(())
