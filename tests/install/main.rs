@@ -90,7 +90,7 @@ async fn webhook_secrets_and_entity_limits_reach_the_operator_as_files(bed: &Bed
     apply_claim(bed, "free", 1001).await?;
     apply_claim(bed, "capped", 1002).await?;
     bed.until_claim_says("free", NO_SLOT).await?;
-    bed.until_claim_says("capped", "org-1002 has 0 of 0 workers").await?;
+    bed.until_claim_says("capped", "quota 0/0: org-1002 runs as many workers as it may").await?;
     delete_objects(bed).await
 }
 
