@@ -22,7 +22,7 @@ const WITHOUT_RESOURCE: [&str; 5] = [
 ];
 
 fn read(path: &str) -> String {
-    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
+    fs::read_to_string(Path::new(env!("PADDOCK_SOURCE")).join(path)).unwrap()
 }
 
 fn statements(policy: &str) -> Vec<Value> {
@@ -49,7 +49,7 @@ fn actions(statements: &[Value]) -> BTreeSet<String> {
 /// The Rust sources below a directory, with their names.
 fn sources(dir: &str) -> Vec<(String, String)> {
     let mut found = Vec::new();
-    for entry in fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(dir)).unwrap() {
+    for entry in fs::read_dir(Path::new(env!("PADDOCK_SOURCE")).join(dir)).unwrap() {
         let name = format!("{dir}/{}", entry.unwrap().file_name().to_str().unwrap());
         if name.ends_with(".rs") {
             found.push((name.clone(), read(&name)));

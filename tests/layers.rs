@@ -166,7 +166,7 @@ impl fmt::Display for Violation {
 
 #[test]
 fn imports_point_one_way_and_decisions_are_pure() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let root = Path::new(env!("PADDOCK_SOURCE"));
     let dependencies = dependencies(&fs::read_to_string(root.join("Cargo.toml")).unwrap());
     let files: Vec<_> =
         ["src", "agent/src", "device-plugin/src"].iter().flat_map(|dir| sources(&root.join(dir))).collect();
@@ -280,7 +280,7 @@ mod the_checker {
     use super::*;
 
     fn found(file: &str, text: &str) -> Vec<String> {
-        let manifest = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml")).unwrap();
+        let manifest = fs::read_to_string(concat!(env!("PADDOCK_SOURCE"), "/Cargo.toml")).unwrap();
         let layer = LAYERS.iter().find(|layer| Path::new(file).starts_with(layer.path)).unwrap();
         let violations = check(layer, file, text, &dependencies(&manifest));
         violations.into_iter().map(|violation| format!("{} {}", violation.line, violation.found)).collect()

@@ -258,7 +258,7 @@ impl ControlPlane {
     /// Applies the chart's CRDs, service account and roles without its deployment; `settings` are more `--set` values.
     /// The answer is the kubeconfig of the operator that the chart would run.
     pub async fn install_chart_rbac(&self, settings: &[&str]) -> Result<PathBuf> {
-        let chart = concat!(env!("CARGO_MANIFEST_DIR"), "/../charts/paddock");
+        let chart = concat!(env!("PADDOCK_SOURCE"), "/charts/paddock");
         let mut args = vec!["template", RELEASE, chart, "--namespace", RELEASE_NAMESPACE, "--set", "clusterName=bed"];
         args.extend(settings.iter().flat_map(|setting| ["--set", setting]));
         let rendered = succeeded("helm template", self.helm(&args).await?)?;

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::*;
 
 fn example<T: DeserializeOwned>(file: &str) -> T {
-    let path = format!("{}/examples/{file}", env!("CARGO_MANIFEST_DIR"));
+    let path = format!("{}/examples/{file}", env!("PADDOCK_SOURCE"));
     serde_saphyr::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 

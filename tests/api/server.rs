@@ -29,7 +29,7 @@ pub struct Server {
 
 /// The root of the repository.
 pub fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
+    Path::new(env!("PADDOCK_SOURCE"))
 }
 
 impl Server {

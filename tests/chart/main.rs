@@ -13,10 +13,10 @@ use std::{
 use paddock::plan::entity::EntityLimits;
 use serde_json::{Value, json};
 
-const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/paddock");
+const CHART: &str = concat!(env!("PADDOCK_SOURCE"), "/charts/paddock");
 
 /// Every switch on, every list filled.
-const EVERYTHING: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/chart/everything.yaml");
+const EVERYTHING: &str = concat!(env!("PADDOCK_SOURCE"), "/tests/chart/everything.yaml");
 
 fn helm(arguments: &[&str]) -> Output {
     static HELM: OnceLock<PathBuf> = OnceLock::new();
@@ -224,7 +224,7 @@ fn crds_are_upgraded_with_the_release_and_outlive_it() {
     for crd in crds {
         assert_eq!(crd["metadata"]["annotations"][KEEP], "keep");
         let plural = crd["spec"]["names"]["plural"].as_str().unwrap();
-        let file = format!("{}/crds/paddock.dev_{plural}.yaml", env!("CARGO_MANIFEST_DIR"));
+        let file = format!("{}/crds/paddock.dev_{plural}.yaml", env!("PADDOCK_SOURCE"));
         let generated: Value = serde_saphyr::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
         assert_eq!(crd["spec"], generated["spec"], "{file}: run `make generate`");
     }

@@ -26,8 +26,8 @@ use paddock_bed::{
 use serde_json::{Value, json};
 
 /// The chart of this tree, and the one before it as Helm packaged it.
-pub const CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/charts/paddock");
-pub const PREVIOUS_CHART: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/install/fixtures/paddock-0.1.0.tgz");
+pub const CHART: &str = concat!(env!("PADDOCK_SOURCE"), "/charts/paddock");
+pub const PREVIOUS_CHART: &str = concat!(env!("PADDOCK_SOURCE"), "/tests/install/fixtures/paddock-0.1.0.tgz");
 
 /// Where pools and claims are.
 pub const TEAM: &str = "team";

@@ -147,7 +147,7 @@ pub fn free_port() -> Result<u16> {
 
 /// Where the pinned tool lies (see `hack/tools.sh`), built or fetched first if the cache does not have it.
 pub fn tool(name: &str) -> Result<PathBuf> {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../hack/tools.sh");
+    let script = concat!(env!("PADDOCK_SOURCE"), "/hack/tools.sh");
     let output = Command::new(script).arg(name).stderr(Stdio::inherit()).output().context(script)?;
     let text = String::from_utf8(output.stdout)?;
     match text.trim().strip_prefix(&format!("{name}=")) {
