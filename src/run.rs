@@ -97,6 +97,8 @@ async fn operate(settings: Settings) -> Result<()> {
         };
         if let Some(mut work) = work {
             tokio::select! {
+                // Asked to stop, the controllers may end before this is looked at.
+                biased;
                 () = stop.cancelled() => {}
                 // A leader that does nothing must not keep the lease.
                 ended = &mut work => bail!("the controllers ended by themselves: {ended:?}"),

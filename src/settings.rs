@@ -47,6 +47,10 @@ pub struct Settings {
     #[arg(long, env = "PADDOCK_RUN_POLL", value_name = "DURATION", default_value = "5m", value_parser = duration)]
     pub run_poll: Duration,
 
+    /// How long zones where EC2 had no capacity are not asked again for the same machines.
+    #[arg(long, env = "PADDOCK_CAPACITY_MEMORY", value_name = "DURATION", default_value = "3m", value_parser = duration)]
+    pub capacity_memory: Duration,
+
     /// How long a leader may be silent before another replica takes over.
     #[arg(long, env = "PADDOCK_LEASE_DURATION", value_name = "DURATION", default_value = "15s", value_parser = lease)]
     pub lease_duration: Duration,

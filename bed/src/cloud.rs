@@ -6,6 +6,7 @@ use anyhow::{Context, Result, ensure};
 use aws_sdk_dynamodb::{
     Client,
     config::{BehaviorVersion, Credentials, Region},
+    operation::scan::ScanError,
     types::AttributeValue,
 };
 use jiff::Timestamp;
@@ -68,10 +69,16 @@ impl Cloud {
         Ok(get.consistent_read(true).send().await?.item)
     }
 
-    /// All that the table holds.
+    /// All that the table holds; nothing where no pool has had it made.
     pub async fn dump(&self) -> Result<String> {
         let items = self.dynamodb.scan().table_name(&self.table).into_paginator().items().send();
-        Ok(format!("{:?}", items.collect::<Result<Vec<_>, _>>().await?))
+        match items.collect::<Result<Vec<_>, _>>().await {
+            Ok(items) => Ok(format!("{items:?}")),
+            Err(error) if error.as_service_error().is_some_and(ScanError::is_resource_not_found_exception) => {
+                Ok(String::new())
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Speaks for an agent.

@@ -74,7 +74,7 @@ async fn play(isolated: Isolated, stay: bool) -> Result<()> {
         .await?;
         show(&stage, "rpools,workers").await?;
         say("\nThe demo has passed.");
-        return operator.stop().await.map(drop);
+        return operator.stop().await;
     }
     look_around(isolated, stage, operator).await
 }

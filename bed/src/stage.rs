@@ -106,6 +106,11 @@ impl Stage {
         &self.dir
     }
 
+    /// The file with the webhook secrets, as an operator is given it.
+    pub fn webhook_secrets(&self) -> PathBuf {
+        self.dir.join("webhook-secrets")
+    }
+
     /// The GitHub App's key.
     pub fn private_key(&self) -> &str {
         &self.app.private_key
@@ -172,7 +177,7 @@ impl Stage {
     }
 
     pub async fn operator_at(&self, name: &str, address: SocketAddr, arguments: &[&str]) -> Result<Operator> {
-        let secrets = self.dir.join("webhook-secrets");
+        let secrets = self.webhook_secrets();
         std::fs::write(&secrets, format!("{WEBHOOK_SECRET}\n"))?;
         let mut command = Command::new(binary("paddock")?);
         command
@@ -183,6 +188,7 @@ impl Stage {
             .env("HOSTNAME", name)
             // Not arguments, so that an argument may say otherwise.
             .env("PADDOCK_LEASE_DURATION", "5s")
+            .env("PADDOCK_CAPACITY_MEMORY", "20s")
             .env("PADDOCK_WEBHOOK_SECRET_FILE", secrets)
             .envs(self.aws.env());
         Operator::start(name, command, &self.dir.join("operator"), address).await
@@ -242,9 +248,12 @@ impl Operator {
         self.process.kill().map(drop)
     }
 
-    /// Asks it to end, and gives its exit status.
-    pub async fn stop(self) -> Result<std::process::ExitStatus> {
-        self.process.stop().await
+    /// Asks it to end, which it must do in order.
+    pub async fn stop(self) -> Result<()> {
+        let log = self.process.log().to_owned();
+        let status = self.process.stop().await?;
+        ensure!(status.success(), "the operator ended with {status}; its log is\n{}", std::fs::read_to_string(log)?);
+        Ok(())
     }
 }
 

@@ -1,4 +1,4 @@
-//! `RunnerClaim.status.fleet`: what EC2 was asked for.
+//! `status.fleet` of claims and pools: what EC2 was asked for.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use schemars::JsonSchema;
@@ -10,10 +10,10 @@ use super::{common::UsageClass, pool::LaunchTemplate};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct FleetOrder {
-    /// Makes the order idempotent at EC2; made from the claim and the attempt, never at random.
+    /// Makes the order idempotent at EC2, whoever sends it again.
     #[schemars(length(max = 64))]
     pub client_token: String,
-    /// Which order of the claim this is, from 1: a fallback or retry is a new one.
+    /// Which order this is, from 1: a fallback or retry of a claim is a new one.
     pub attempt: u32,
     /// How many machines were ordered.
     pub requested: u32,
@@ -29,6 +29,10 @@ pub struct FleetOrder {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 16), inner(length(max = 24)), extend("x-kubernetes-list-type" = "set"))]
     pub subnet_ids: Vec<String>,
+    /// The resource class that they are made for.
+    #[serde(default)]
+    #[schemars(length(max = 63))]
+    pub resource_class: String,
     /// The least number of vCPUs.
     #[serde(default)]
     pub cpu: u32,

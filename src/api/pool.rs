@@ -5,7 +5,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::{board::BoardPool, common::conditions_schema, ec2::Ec2Pool};
+use super::{board::BoardPool, common::conditions_schema, ec2::Ec2Pool, order::FleetOrder};
 
 /// What a pool's runners run on: exactly one of `ec2` and `board`.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -110,6 +110,11 @@ pub struct RunnerPoolStatus {
     /// The launch template that new machines are made from; absent for boards.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub launch_template: Option<LaunchTemplate>,
+
+    /// The order for machines to be kept warm, from before it is sent until its machines are on record: whoever takes over
+    /// after a crash repeats it and gets the same machines.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fleet: Option<FleetOrder>,
 
     /// `Ready` says whether the pool can serve claims, and why not.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -109,7 +109,7 @@ impl Context {
             offers: Offers::default(),
             runs: Runs::default(),
             tokens: Tokens::default(),
-            shortages: Mutex::default(),
+            shortages: Mutex::new(Shortages::new(settings.capacity_memory)),
             events: Recorder::new(client.clone(), reporter),
             settings,
             client,

@@ -1,8 +1,11 @@
 //! What is asked of EC2 for a pool and for a claim.
 
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use sha2::{Digest, Sha256};
 
-use crate::api::{Ec2Pool, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass};
+use super::pickup::Needs;
+use crate::api::{Ec2Pool, FleetOrder, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass};
 
 /// The launch template of a pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,6 +33,55 @@ pub struct FleetRequest {
     pub allowed_instance_types: Vec<String>,
     pub subnet_ids: Vec<String>,
     pub tags: Vec<(String, String)>,
+}
+
+/// What to write down before EC2 is asked.
+#[derive(Debug)]
+pub struct Wanted<'a> {
+    pub client_token: String,
+    pub attempt: u32,
+    pub template: &'a LaunchTemplate,
+    pub count: u32,
+    pub usage_class: UsageClass,
+    pub subnet_ids: Vec<String>,
+    pub needs: &'a Needs,
+}
+
+impl Wanted<'_> {
+    pub fn order(self, now: Timestamp) -> FleetOrder {
+        FleetOrder {
+            client_token: self.client_token,
+            attempt: self.attempt,
+            requested: self.count,
+            usage_class: self.usage_class,
+            ordered_at: Time(now),
+            launch_template: self.template.clone(),
+            subnet_ids: self.subnet_ids,
+            resource_class: self.needs.resource_class.clone(),
+            cpu: self.needs.cpu,
+            memory_mib: self.needs.memory_mib,
+            allowed_instance_types: self.needs.allowed_instance_types.clone(),
+            fleet_id: None,
+            instance_ids: Vec::new(),
+        }
+    }
+}
+
+impl FleetRequest {
+    /// An order as EC2 takes it, from what is written down alone.
+    pub fn new(order: &FleetOrder, tags: Vec<(String, String)>) -> Self {
+        Self {
+            client_token: order.client_token.clone(),
+            template: order.launch_template.clone(),
+            count: order.requested,
+            usage_class: order.usage_class,
+            cpu: order.cpu,
+            memory_mib: order.memory_mib,
+            allowed_instance_types: order.allowed_instance_types.clone(),
+            subnet_ids: order.subnet_ids.clone(),
+            tags,
+        }
+    }
 }
 
 /// `namespace/name`: how records and tags name a pool.

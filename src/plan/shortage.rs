@@ -1,9 +1,9 @@
 //! Where EC2 had nothing to give: told apart by zone and type, said in words, and remembered for a while, so that the next
 //! claim does not ask there again.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
-use jiff::{SignedDuration, Timestamp};
+use jiff::Timestamp;
 
 use super::{
     fleet::FleetRequest,
@@ -11,8 +11,6 @@ use super::{
 };
 use crate::api::{PoolReason, UsageClass};
 
-/// How long a place stays empty in our memory: EC2 says that capacity shifts within minutes.
-const MEMORY: SignedDuration = SignedDuration::from_mins(3);
 /// Types named for a zone; with requirements instead of types, EC2 tries dozens.
 const TYPES_NAMED: usize = 4;
 
@@ -124,8 +122,12 @@ pub enum Order {
 }
 
 /// The places that were empty a moment ago. Capacity is the account's, not a pool's: all pools share it.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Shortages(Vec<Shortage>);
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shortages {
+    known: Vec<Shortage>,
+    /// How long a place stays empty in our memory.
+    memory: Duration,
+}
 
 /// One subnet has no machine of these types and at least this size.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -140,10 +142,14 @@ struct Shortage {
 }
 
 impl Shortages {
+    pub const fn new(memory: Duration) -> Self {
+        Self { known: Vec::new(), memory }
+    }
+
     /// Learns from the answer to a request. One that fell short has tried everything in the zones that it names; one that
     /// did not has still met types that are out.
     pub fn note(&mut self, request: &FleetRequest, launched: usize, causes: &[Cause], now: Timestamp) {
-        self.0.retain(|known| known.until > now);
+        self.known.retain(|known| known.until > now);
         let short = launched < request.count as usize;
         for cause in causes.iter().filter(|cause| cause.kind() == Kind::Capacity) {
             let (cpu, memory_mib, types) = match short || cause.instance_type.is_empty() {
@@ -152,9 +158,9 @@ impl Shortages {
             };
             let (subnet, zone) = (cause.subnet.clone(), cause.place().to_owned());
             let usage_class = request.usage_class;
-            let new = Shortage { subnet, zone, usage_class, cpu, memory_mib, types, until: now + MEMORY };
-            self.0.retain(|known| Shortage { until: new.until, ..known.clone() } != new);
-            self.0.push(new);
+            let new = Shortage { subnet, zone, usage_class, cpu, memory_mib, types, until: now + self.memory };
+            self.known.retain(|known| Shortage { until: new.until, ..known.clone() } != new);
+            self.known.push(new);
         }
     }
 
@@ -196,7 +202,7 @@ impl Shortages {
         needs: &'a Needs,
         now: Timestamp,
     ) -> impl Iterator<Item = &'a Shortage> {
-        self.0.iter().filter(move |known| {
+        self.known.iter().filter(move |known| {
             known.subnet == subnet
                 && known.usage_class == usage_class
                 && known.until > now

@@ -3,6 +3,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::{api::LaunchTemplate, plan::sample_ec2::at};
 
+const MEMORY: Duration = Duration::from_mins(3);
+
 fn needs(usage_class: UsageClass, cpu: u32, types: &[&str]) -> Needs {
     let allowed_instance_types = types.iter().map(|kind| (*kind).to_owned()).collect();
     Needs { usage_class, resource_class: "medium".into(), cpu, memory_mib: 4096, allowed_instance_types }
@@ -45,7 +47,7 @@ use UsageClass::{OnDemand, Spot};
 #[test]
 fn an_empty_zone_is_not_asked_again_until_it_is_forgotten() {
     let wanted = needs(OnDemand, 2, &["c7i.*"]);
-    let mut known = Shortages::default();
+    let mut known = Shortages::new(MEMORY);
     assert_eq!(known.order(&wanted, &subnets(), false, at(0)), ask(OnDemand, &["a", "b"]));
     known.note(&request(&wanted, 3), 2, &[out("a", "c7i.large")], at(0));
     assert_eq!(known.order(&wanted, &subnets(), false, at(179)), ask(OnDemand, &["b"]));
@@ -55,7 +57,7 @@ fn an_empty_zone_is_not_asked_again_until_it_is_forgotten() {
 #[test]
 fn when_every_zone_is_empty_a_claim_waits_and_says_where_and_until_when() {
     let wanted = needs(OnDemand, 2, &["*"]);
-    let mut known = Shortages::default();
+    let mut known = Shortages::new(MEMORY);
     known.note(&request(&wanted, 1), 0, &[out("b", "c7i.large"), out("a", "m7i.large")], at(0));
     known.note(&request(&wanted, 1), 0, &[out("b", "c7i.large")], at(60));
     let message = "insufficient capacity in zones zone-a, zone-b, retry at 2025-06-15T15:09:40Z".to_owned();
@@ -65,7 +67,7 @@ fn when_every_zone_is_empty_a_claim_waits_and_says_where_and_until_when() {
 #[test]
 fn what_is_empty_for_one_is_empty_for_the_same_or_more_and_for_nobody_else() {
     let wanted = needs(OnDemand, 4, &["c7*", "m7i.large"]);
-    let mut known = Shortages::default();
+    let mut known = Shortages::new(MEMORY);
     known.note(&request(&wanted, 1), 0, &[out("a", "c7i.large"), out("b", "c7i.large")], at(0));
     let waits = |needs: Needs| matches!(known.order(&needs, &subnets(), false, at(1)), Order::Wait { .. });
     for (usage_class, cpu, types, empty) in [
@@ -84,7 +86,7 @@ fn what_is_empty_for_one_is_empty_for_the_same_or_more_and_for_nobody_else() {
 #[test]
 fn a_type_that_was_out_while_others_were_not_is_remembered_alone() {
     let wanted = needs(OnDemand, 2, &["*"]);
-    let mut known = Shortages::default();
+    let mut known = Shortages::new(MEMORY);
     known.note(&request(&wanted, 1), 1, &[out("a", "c7i.large")], at(0));
     assert_eq!(known.order(&wanted, &subnets(), false, at(1)), ask(OnDemand, &["a", "b"]));
     assert_eq!(known.order(&needs(OnDemand, 2, &["c7i.large"]), &subnets(), false, at(1)), ask(OnDemand, &["b"]));
@@ -93,7 +95,7 @@ fn a_type_that_was_out_while_others_were_not_is_remembered_alone() {
 #[test]
 fn spot_falls_back_to_on_demand_only_where_the_pool_allows_and_spot_is_out_everywhere() {
     let wanted = needs(Spot, 2, &["*"]);
-    let mut known = Shortages::default();
+    let mut known = Shortages::new(MEMORY);
     known.note(&request(&wanted, 1), 0, &[out("a", "")], at(0));
     assert_eq!(known.order(&wanted, &subnets(), true, at(1)), ask(Spot, &["b"]));
     known.note(&request(&wanted, 1), 0, &[out("b", "")], at(1));
@@ -108,9 +110,9 @@ fn spot_falls_back_to_on_demand_only_where_the_pool_allows_and_spot_is_out_every
 fn only_capacity_is_remembered_and_the_rest_is_the_pools_trouble() {
     let wanted = needs(OnDemand, 2, &["*"]);
     let cause = |code: &str| Cause { code: code.into(), message: "No.".into(), ..out("a", "") };
-    let mut known = Shortages::default();
+    let mut known = Shortages::new(MEMORY);
     known.note(&request(&wanted, 1), 0, &[cause("InvalidSubnetID.NotFound")], at(0));
-    assert_eq!(known, Shortages::default());
+    assert_eq!(known, Shortages::new(MEMORY));
     for (code, expected) in [
         ("InvalidSubnetID.NotFound", (PoolReason::InvalidSpec, "check spec.ec2.subnetIds")),
         ("InvalidAMIID.NotFound", (PoolReason::InvalidSpec, "check spec.ec2.amiId")),
@@ -145,7 +147,7 @@ proptest! {
     ) {
         let all: Vec<_> = ["a", "b", "c"].iter().map(|place| format!("subnet-{place}")).collect();
         let wanted = needs(OnDemand, 2, &["*"]);
-        let mut known = Shortages::default();
+        let mut known = Shortages::new(MEMORY);
         let mut events = empty;
         events.sort_by_key(|(_, when)| *when);
         events.retain(|(_, when)| *when <= now);

@@ -23,6 +23,8 @@ async fn lead(life: &Life<'_>) -> Result<()> {
     life.begin("warm up");
     scene.pool(json!({ "minIdle": 1, "maxInstances": 2 })).await?;
     scene.settle(&[State::Idle]).await.context("warming up")?;
+    let machines = scene.machines();
+    ensure!(machines.len() == 1, "I2: one machine was wanted, these were made: {machines:?}");
 
     // Another template; and what has not half of the new idle time left is renewed.
     life.begin("edit");

@@ -1,7 +1,10 @@
 //! Stands between the operator and Kubernetes, GitHub and AWS, counts its writes, and kills it right after one of them:
 //! the write was carried out, and the operator never learns.
 
-use std::sync::{Arc, Mutex};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex},
+};
 
 use anyhow::Result;
 use axum::{
@@ -15,23 +18,31 @@ use kube::Client;
 use serde_json::Value;
 use tokio::{net::TcpListener, sync::Notify};
 
-/// One write among all of a stage: what was written, and the how-manieth of its kind it was.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A kind of write in a stage of a life.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Write {
     pub stage: &'static str,
     pub what: String,
-    pub number: usize,
 }
 
 impl std::fmt::Display for Write {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}: {} #{}", self.stage, self.what, self.number)
+        write!(f, "{}: {}", self.stage, self.what)
     }
 }
 
+/// When the operator dies.
+#[derive(Clone, Debug)]
+pub enum Fatal {
+    Never,
+    /// After so many writes of each stage.
+    Nth(usize),
+    /// After the first write of each of these kinds.
+    First(BTreeSet<Write>),
+}
+
 pub struct Gate {
-    /// The writes after which the operator dies.
-    fatal: Vec<Write>,
+    fatal: Fatal,
     pub killed: Notify,
     written: Mutex<Written>,
 }
@@ -40,16 +51,29 @@ pub struct Gate {
 struct Written {
     stage: &'static str,
     writes: Vec<Write>,
+    last: Vec<Write>,
 }
 
 impl Gate {
-    pub fn new(fatal: Vec<Write>) -> Arc<Self> {
+    pub fn new(fatal: Fatal) -> Arc<Self> {
         Arc::new(Self { fatal, killed: Notify::new(), written: Mutex::default() })
     }
 
     /// Every write so far, in order.
     pub fn writes(&self) -> Vec<Write> {
         self.written.lock().expect("nobody panics with it").writes.clone()
+    }
+
+    /// How many writes the stage with most of them has.
+    pub fn longest_stage(&self) -> usize {
+        let writes = self.writes();
+        let of_stage = |stage| writes.iter().filter(|write| write.stage == stage).count();
+        writes.iter().map(|write| of_stage(write.stage)).max().unwrap_or_default()
+    }
+
+    /// The writes that were an operator's last, in order.
+    pub fn last_writes(&self) -> Vec<Write> {
+        self.written.lock().expect("nobody panics with it").last.clone()
     }
 
     /// Writes from now on belong to this stage.
@@ -69,11 +93,16 @@ impl Gate {
     /// Notes a write; says whether it is the last.
     fn note(&self, what: String) -> bool {
         let mut written = self.written.lock().expect("nobody panics with it");
-        let stage = written.stage;
-        let alike = written.writes.iter().filter(|write| write.stage == stage && write.what == what);
-        let number = alike.count() + 1;
-        let write = Write { stage, what, number };
-        let fatal = self.fatal.contains(&write);
+        let write = Write { stage: written.stage, what };
+        let of_stage = written.writes.iter().filter(|other| other.stage == write.stage).count();
+        let fatal = match &self.fatal {
+            Fatal::Never => false,
+            Fatal::Nth(number) => of_stage + 1 == *number,
+            Fatal::First(kinds) => kinds.contains(&write) && !written.writes.contains(&write),
+        };
+        if fatal {
+            written.last.push(write.clone());
+        }
         written.writes.push(write);
         fatal
     }
@@ -175,9 +204,14 @@ fn aws_written(headers: &HeaderMap, body: &[u8], answer: &[u8]) -> Option<String
             let answer: Value = serde_json::from_slice(answer).ok()?;
             answer["Messages"].as_array().filter(|messages| !messages.is_empty()).map(|_| action)
         }
+        // Whether records move one by one or together is a matter of time.
         "UpdateItem" | "TransactWriteItems" => {
-            let states = new_states(body);
-            Some(if states.is_empty() { action } else { format!("{action} to {}", states.join(" and ")) })
+            let states: Vec<_> = new_states(body).into_iter().collect();
+            Some(if states.is_empty() {
+                "a record".to_owned()
+            } else {
+                format!("a record to {}", states.join(" and "))
+            })
         }
         _ if ["Get", "Describe", "List", "Query", "BatchGet"].iter().any(|read| action.starts_with(read)) => None,
         _ => Some(action),
@@ -185,7 +219,7 @@ fn aws_written(headers: &HeaderMap, body: &[u8], answer: &[u8]) -> Option<String
 }
 
 /// The states that an update, or several at once, put instances in.
-fn new_states(body: &[u8]) -> Vec<String> {
+fn new_states(body: &[u8]) -> BTreeSet<String> {
     let request: Value = serde_json::from_slice(body).unwrap_or_default();
     let several = request["TransactItems"].as_array().into_iter().flatten().map(|item| &item["Update"]);
     several.chain([&request]).filter_map(new_state).collect()

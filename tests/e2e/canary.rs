@@ -5,7 +5,10 @@ use std::fs;
 
 use anyhow::{Context, Result};
 use base64::{Engine, prelude::BASE64_STANDARD};
+use k8s_openapi::api::core::v1::Secret;
+use kube::{ResourceExt, api::ListParams};
 use paddock_bed::{cloud::Cloud, github::CANARY, stage::CLUSTER};
+use serde_json::json;
 
 use crate::support::World;
 
@@ -24,7 +27,7 @@ const PAGES: [&str; 9] = [
 /// Where a secret was found, one line each; an error if a place could not be searched.
 pub async fn leaks(world: &World) -> Result<Vec<String>> {
     let stage = &world.stage;
-    let mut places = Vec::new();
+    let mut places: Vec<Place> = Vec::new();
     for log in fs::read_dir(stage.dir().join("operator"))? {
         let path = log?.path();
         places.push((format!("the operator's log {}", path.display()), fs::read(&path)?));
@@ -41,25 +44,48 @@ pub async fn leaks(world: &World) -> Result<Vec<String>> {
         let page = reqwest::get(format!("{url}{path}")).await?.error_for_status()?;
         places.push((format!("the page {path}"), page.bytes().await?.into()));
     }
-    let needles = needles(stage.private_key());
     let searched: usize = places.iter().map(|(_, text)| text.len()).sum();
     println!("{} places with {searched} bytes were searched for secrets", places.len());
-    let mut found = Vec::new();
-    for (place, text) in places {
-        let text = String::from_utf8_lossy(&text);
-        let small = text.to_lowercase();
-        for needle in &needles {
-            let at = match needle {
-                Needle::Word(word) => small.find(word),
-                Needle::Exact(word) => text.find(word),
-            };
-            if let Some(at) = at {
-                let line = text.get(..at).and_then(|before| before.lines().last()).unwrap_or_default();
-                found.push(format!("{place}: after {:?}", line.get(line.len().saturating_sub(120)..).unwrap_or(line)));
-            }
+    let needles = needles(stage.private_key());
+    let mut found: Vec<_> = places.iter().filter_map(|place| search(place, &needles)).collect();
+    // A search that finds nothing where secrets belong would find none anywhere.
+    for place in where_secrets_belong(world).await? {
+        if search(&place, &needles).is_none() {
+            found.push(format!("unknown places: the search does not see it in {}", place.0));
         }
     }
     Ok(found)
+}
+
+type Place = (String, Vec<u8>);
+
+/// Where the secret is in a place, if it is in there.
+fn search((place, text): &Place, needles: &[Needle]) -> Option<String> {
+    let text = String::from_utf8_lossy(text);
+    let small = text.to_lowercase();
+    let at = needles.iter().find_map(|needle| match needle {
+        Needle::Word(word) => small.find(word),
+        Needle::Exact(word) => text.find(word),
+    })?;
+    let line = text.get(..at).and_then(|before| before.lines().last()).unwrap_or_default();
+    Some(format!("{place}: after {:?}", line.get(line.len().saturating_sub(120)..).unwrap_or(line)))
+}
+
+/// A key in a Secret, a token in one, and the webhook secrets: each in other letters.
+async fn where_secrets_belong(world: &World) -> Result<Vec<Place>> {
+    let namespace = world.namespace().await?;
+    let token = json!({
+        "apiVersion": "v1", "kind": "Secret", "metadata": { "name": "token", "namespace": namespace },
+        "stringData": { "token": format!("ghs_{CANARY}") },
+    });
+    world.stage.kube.apply(&token.to_string()).await?;
+    let secrets = world.api::<Secret>(&namespace).list(&ListParams::default()).await?;
+    let secrets = secrets.into_iter().map(|secret| {
+        let text = serde_json::to_vec(&secret)?;
+        anyhow::Ok((format!("the Secret {}", secret.name_any()), text))
+    });
+    let webhook = ("the webhook secrets".into(), fs::read(world.stage.webhook_secrets())?);
+    secrets.chain([Ok(webhook)]).collect()
 }
 
 enum Needle {

@@ -133,6 +133,10 @@ pub async fn a_claim_waits_while_every_zone_is_known_to_be_empty(world: &World) 
     // Other machines are to be had.
     linux.claim("third", "8403", json!({ "allowedInstanceTypes": ["r5d.large"] })).await?;
     linux.until_phase("third", ClaimPhase::Ready).await?;
+    // Asked again in time, EC2 has some.
+    world.stage.aws.set_capacity(Limit { available: 1, ..out_of("r5.large", None) });
+    let served = linux.until_phase("second", ClaimPhase::Ready).await?;
+    ensure!(served.retry_at.is_none(), "{served:?}");
     for claim in ["first", "second", "third"] {
         linux.release(claim).await?;
     }

@@ -290,7 +290,7 @@ pub async fn a_follower_takes_webhooks_and_secrets_rotate(world: &World) -> Resu
     };
     world.until_true("it noticed the empty file", noticed).await?;
     ensure!(!trusts("old").await? && !trusts("").await?, "an empty file opens no door");
-    ensure!(follower.stop().await?.success(), "an orderly end");
+    follower.stop().await?;
     Ok(())
 }
 

@@ -31,13 +31,6 @@ impl Caller {
         }
     }
 
-    pub fn installation(&self) -> Option<u64> {
-        match self {
-            Self::Installation { id, .. } => Some(*id),
-            _ => None,
-        }
-    }
-
     pub fn app(&self) -> Result<u64, Refusal> {
         match self {
             Self::App(id) => Ok(*id),

@@ -23,12 +23,12 @@ pub struct Control {
     pub(crate) hub: Arc<Hub>,
 }
 
-/// How often a route was called, and by which installation.
+/// How often a route was called, and by whom: `app ID`, `installation ID ID`, or a user.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Calls {
     pub method: String,
     pub route: String,
-    pub installation: Option<u64>,
+    pub account: String,
     pub count: u64,
 }
 
@@ -253,7 +253,7 @@ impl Control {
     pub fn calls(&self) -> Vec<Calls> {
         let counted: BTreeMap<_, _> = self.hub.read(|world, _| world.calls.clone());
         let calls = counted.into_iter();
-        calls.map(|((method, route, installation), count)| Calls { method, route, installation, count }).collect()
+        calls.map(|((method, route, account), count)| Calls { method, route, account, count }).collect()
     }
 
     /// Calls of a route (`/orgs/{org}/actions/runners`) by anybody.

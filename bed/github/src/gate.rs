@@ -25,6 +25,9 @@ pub const PREFIX: &str = "/api/v3";
 /// Bodies larger than this are refused; GitHub's requests are small.
 const BODY_LIMIT: usize = 25 << 20;
 
+/// Whose call it is when that cannot be told.
+const ANONYMOUS: &str = "anonymous";
+
 fn without_prefix(path: &str) -> &str {
     path.strip_prefix(PREFIX).unwrap_or(path)
 }
@@ -35,7 +38,7 @@ pub async fn faults(State(hub): State<Arc<Hub>>, request: Request, next: Next) -
     match hub.note(|world, _| world.fault_for(request.method().as_str(), path)) {
         None => next.run(request).await,
         Some(Effect::Status { status, retry_after, reset_in }) => {
-            count(&hub, &request, None);
+            count(&hub, &request, ANONYMOUS);
             refusal(status, retry_after, reset_in, hub.clock.now())
         }
         Some(Effect::DelayMs(ms)) => {
@@ -52,9 +55,9 @@ pub async fn faults(State(hub): State<Arc<Hub>>, request: Request, next: Next) -
 }
 
 /// Counts a call under its route, as the table of routes names it.
-fn count(hub: &Hub, request: &Request, installation: Option<u64>) {
+fn count(hub: &Hub, request: &Request, account: &str) {
     let route = request.extensions().get::<MatchedPath>().map_or(request.uri().path(), MatchedPath::as_str);
-    let key = (request.method().to_string(), without_prefix(route).to_owned(), installation);
+    let key = (request.method().to_string(), without_prefix(route).to_owned(), account.to_owned());
     hub.note(|world, _| *world.calls.entry(key).or_default() += 1);
 }
 
@@ -65,12 +68,12 @@ pub async fn api(State(hub): State<Arc<Hub>>, mut request: Request, next: Next) 
     let caller = match caller {
         Ok(caller) => caller,
         Err(refusal) => {
-            count(&hub, &request, None);
+            count(&hub, &request, ANONYMOUS);
             return refusal.into_response();
         }
     };
-    count(&hub, &request, caller.as_ref().and_then(Caller::installation));
-    let account = caller.as_ref().map_or_else(|| "anonymous".to_owned(), Caller::account);
+    let account = caller.as_ref().map_or_else(|| ANONYMOUS.to_owned(), Caller::account);
+    count(&hub, &request, &account);
     let free = without_prefix(request.uri().path()) == "/rate_limit";
     if !free && let Some(refused) = take(&hub, &request, &account) {
         return refused;

@@ -53,7 +53,7 @@ pub struct World {
     pub hook_faults: Vec<HookFault>,
     pub deliveries: Vec<Delivery>,
     pub faults: Vec<Fault>,
-    pub calls: BTreeMap<(String, String, Option<u64>), u64>,
+    pub calls: BTreeMap<(String, String, String), u64>,
     pub windows: HashMap<String, Window>,
     pub jit_configs: HashMap<String, VecDeque<Timestamp>>,
     pub in_flight: usize,

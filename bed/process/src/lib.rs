@@ -26,7 +26,7 @@ use nix::{
 };
 
 /// How long a process may take to end after SIGTERM before it is killed.
-const STOP_GRACE: Duration = Duration::from_secs(10);
+const STOP_GRACE: Duration = Duration::from_secs(30);
 
 /// A child in a process group of its own, its output in a log file; killed with its group when dropped.
 pub struct Process {

@@ -111,7 +111,7 @@ async fn measure(isolated: &Isolated, report: &mut Report) -> Result<()> {
     report.races.push(("100 claims of 10 from 1,000", thousand, None));
 
     say("the same by hand, without the operator …");
-    ensure!(operator.stop().await?.success(), "the operator did not end in order");
+    operator.stop().await?;
     let hand = Hand { client: dynamodb(bench.stage.aws.endpoint()), table };
     for (size, rounds) in [(1, 25), (10, 10), (100, 5), (1000, 1)] {
         let mut times = Vec::new();

@@ -2,7 +2,6 @@
 
 use anyhow::{Context as _, Result};
 use jiff::Timestamp;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::runtime::events::EventType;
 use paddock_record::State;
 
@@ -18,7 +17,7 @@ use crate::{
     controllers::pool::{at_aws, prepare_timer},
     effects::{aws::AwsError, machines::FleetOutcome},
     plan::{
-        fleet::{FleetRequest, client_token},
+        fleet::{FleetRequest, Wanted, client_token},
         shortage::{Kind, Order, in_words, trouble},
     },
 };
@@ -57,20 +56,16 @@ impl Work {
         usage_class: UsageClass,
         subnet_ids: Vec<String>,
     ) -> Result<()> {
-        self.status.fleet = Some(FleetOrder {
+        let wanted = Wanted {
             client_token: client_token(&self.uid(), attempt),
             attempt,
-            requested,
+            template: &supply.template,
+            count: requested,
             usage_class,
-            ordered_at: Time(Timestamp::now()),
-            launch_template: supply.template.clone(),
             subnet_ids,
-            cpu: supply.needs.cpu,
-            memory_mib: supply.needs.memory_mib,
-            allowed_instance_types: supply.needs.allowed_instance_types.clone(),
-            fleet_id: None,
-            instance_ids: Vec::new(),
-        });
+            needs: &supply.needs,
+        };
+        self.status.fleet = Some(wanted.order(Timestamp::now()));
         let message = format!("creating {requested} {} machines", usage_class.as_str());
         self.enter(ClaimPhase::Creating, ClaimReason::Creating, message);
         self.write().await
@@ -144,24 +139,14 @@ impl Work {
         }
     }
 
-    /// The order as EC2 takes it, from what is written down alone.
     fn request(&self, order: &FleetOrder) -> FleetRequest {
-        FleetRequest {
-            client_token: order.client_token.clone(),
-            template: order.launch_template.clone(),
-            count: order.requested,
-            usage_class: order.usage_class,
-            cpu: order.cpu,
-            memory_mib: order.memory_mib,
-            allowed_instance_types: order.allowed_instance_types.clone(),
-            subnet_ids: order.subnet_ids.clone(),
-            tags: vec![
-                (TAG_CLUSTER.into(), self.context.settings.cluster_name.clone()),
-                (TAG_POOL.into(), self.pool_key()),
-                (TAG_CLAIM.into(), self.name.clone()),
-                (TAG_INITIAL_RUN_ID.into(), self.claim.spec.run_id.clone()),
-            ],
-        }
+        let tags = vec![
+            (TAG_CLUSTER.into(), self.context.settings.cluster_name.clone()),
+            (TAG_POOL.into(), self.pool_key()),
+            (TAG_CLAIM.into(), self.name.clone()),
+            (TAG_INITIAL_RUN_ID.into(), self.claim.spec.run_id.clone()),
+        ];
+        FleetRequest::new(order, tags)
     }
 
     async fn enter_instances(&self, supply: &Supply, outcome: &FleetOutcome, now: Timestamp) -> Result<(), AwsError> {

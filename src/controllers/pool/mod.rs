@@ -1,8 +1,9 @@
 //! EC2 pools: what they need at AWS, their machines' upkeep, and what they show.
 
 mod upkeep;
+mod warm;
 
-use std::{collections::HashSet, sync::Arc, time::Duration};
+use std::{borrow::Cow, collections::HashSet, sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result};
 use base64::{Engine, prelude::BASE64_STANDARD};
@@ -18,7 +19,7 @@ use kube::{
 use paddock_record::{AgentConfig, State};
 use tokio_util::sync::CancellationToken;
 
-use self::upkeep::{keep_up, keep_warm};
+use self::{upkeep::keep_up, warm::keep_warm};
 use super::{
     Context, drive, mirror,
     objects::{self, Written},
@@ -87,10 +88,12 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
         true => keep_up(context, pool, ec2, &key, &new).await,
         false => Ok(()),
     };
+    let mut pool = Cow::Borrowed(pool);
     let outcome = match prepared.and(kept) {
-        Ok(()) => keep_warm(context, pool, ec2, &key, &new).await,
+        Ok(()) => keep_warm(context, &mut pool, ec2, &key, &mut new).await?,
         trouble => trouble,
     };
+    let pool = pool.as_ref();
     // Something may have been taken away: the next look sees to it. Capacity is nothing that we could make.
     if outcome.as_ref().is_err_and(|(reason, _)| *reason != PoolReason::InsufficientCapacity) {
         context.timers.reset(&timer);

@@ -3,31 +3,22 @@
 use std::{cmp::Reverse, collections::HashSet, time::Duration};
 
 use jiff::Timestamp;
-use kube::{ResourceExt, runtime::events::EventType};
+use kube::runtime::events::EventType;
 use paddock_record::{Instance, State};
 
 use super::{Trouble, at_aws};
 use crate::{
-    api::{
-        Ec2Pool, LaunchTemplate, PoolReason, RunnerPool, RunnerPoolStatus, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL,
-    },
+    api::{Ec2Pool, RunnerPool, RunnerPoolStatus},
     controllers::Context,
     effects::{
         aws::AwsError,
         records::{MOVES_PER_WRITE, Outcome},
     },
-    plan::{
-        fleet::{FleetRequest, client_token},
-        instance::{ORPHAN_AGE, Seen, Tracked, Upkeep, lost, upkeep},
-        pickup::Needs,
-        shortage::{Order, in_words, trouble},
-    },
+    plan::instance::{ORPHAN_AGE, Seen, Tracked, Upkeep, lost, upkeep},
 };
 
 /// How often EC2 and the queues are compared with the records.
 const SWEEP: Duration = Duration::from_secs(30);
-/// How long `minIdle` waits after a launch that failed, unless the pool is edited.
-const RELAUNCH: Duration = Duration::from_secs(60);
 /// How much longer a record stays whose runner may still be at GitHub.
 const UNSETTLED: Duration = Duration::from_secs(3600);
 /// Machines ended in one sweep, so that a wrong clock cannot empty the fleet.
@@ -96,7 +87,7 @@ fn kept_warm<'a>(instances: &'a [Tracked], pool: &Ec2Pool) -> HashSet<&'a str> {
 }
 
 /// `minIdle` speaks of machines as the pool makes them by default.
-fn is_default(tracked: &Tracked, pool: &Ec2Pool) -> bool {
+pub(super) fn is_default(tracked: &Tracked, pool: &Ec2Pool) -> bool {
     let class = pool.default_resource_class().map(|class| class.name.as_str());
     class == Some(tracked.record.resource_class.as_str())
         && tracked.record.usage_class == pool.defaults.usage_class.as_str()
@@ -229,73 +220,4 @@ async fn sweep(context: &Context, key: &str) -> Result<(), AwsError> {
         }
     }
     Ok(())
-}
-
-/// Has machines created until `minIdle` of them are idle or on their way.
-pub(super) async fn keep_warm(
-    context: &Context,
-    pool: &RunnerPool,
-    ec2: &Ec2Pool,
-    key: &str,
-    new: &RunnerPoolStatus,
-) -> Result<(), Trouble> {
-    let there = context.ledger.of_pool(key);
-    let live = there.iter().filter(|tracked| tracked.record.state != State::Terminated).count() as u32;
-    let idle = there.iter().filter(|tracked| {
-        let coming = tracked.record.run_id.is_empty() && tracked.record.state == State::Created;
-        is_default(tracked, ec2) && (coming || tracked.record.state == State::Idle)
-    });
-    let missing = ec2.min_idle.saturating_sub(idle.count() as u32);
-    let (Some(class), Some(template)) = (ec2.default_resource_class(), &new.launch_template) else { return Ok(()) };
-    if let Some((trouble, age)) = context.troubles.of_launch(key, pool.metadata.generation)
-        && age < RELAUNCH
-    {
-        return Err(trouble);
-    }
-    let Some(room) = context.launches.reserve(key, live, 1, missing, ec2.max_instances) else { return Ok(()) };
-    let needs = Needs {
-        usage_class: ec2.defaults.usage_class,
-        resource_class: class.name.clone(),
-        cpu: class.cpu,
-        memory_mib: class.memory_mib,
-        allowed_instance_types: ec2.defaults.allowed_instance_types.clone(),
-    };
-    let order = context.shortages().order(&needs, &ec2.subnet_ids, false, Timestamp::now());
-    let subnet_ids = match order {
-        Order::Ask { subnet_ids, .. } => subnet_ids,
-        Order::Wait { message, .. } => return Err((PoolReason::InsufficientCapacity, message)),
-    };
-    let now = Timestamp::now();
-    let request = FleetRequest {
-        // A crash before the records are written leaves orphans, which the sweep ends.
-        client_token: client_token(&format!("{}{now}", pool.uid().unwrap_or_default()), 0),
-        template: LaunchTemplate::clone(template),
-        count: room.count(),
-        usage_class: needs.usage_class,
-        cpu: needs.cpu,
-        memory_mib: needs.memory_mib,
-        allowed_instance_types: needs.allowed_instance_types.clone(),
-        subnet_ids,
-        tags: vec![
-            (TAG_CLUSTER.into(), context.settings.cluster_name.clone()),
-            (TAG_POOL.into(), key.to_owned()),
-            (TAG_INITIAL_RUN_ID.into(), String::new()),
-        ],
-    };
-    let outcome = context.machines.create_fleet(&request).await.map_err(at_aws);
-    let outcome = outcome.inspect_err(|trouble| context.launched(Some(pool), Some(trouble.clone())))?;
-    let record = |launched| context.new_instance(launched, key, ec2, &needs, "", "", now);
-    let records: Vec<_> = outcome.launched.iter().map(record).collect();
-    context.ledger.create(&records).await.map_err(at_aws)?;
-    context.shortages().note(&request, outcome.launched.len(), &outcome.causes, now);
-    let trouble = trouble(&outcome.causes).filter(|_| outcome.launched.is_empty());
-    context.launched(Some(pool), trouble.clone());
-    match trouble {
-        Some(trouble) => Err(trouble),
-        None if outcome.launched.is_empty() => {
-            let causes = in_words(&outcome.causes);
-            Err((PoolReason::InsufficientCapacity, format!("EC2 gave none of {missing} warm machines: {causes}")))
-        }
-        None => Ok(()),
-    }
 }

@@ -139,7 +139,8 @@ async fn calls_are_counted_by_route_and_installation() {
     bed.get("/repos/acme/app/actions/jobs/2").await;
     bed.app_get("/app").await;
     assert_eq!(bed.github.count("GET", "/repos/{owner}/{repo}/actions/jobs/{job_id}"), 2);
-    let of_installation = bed.github.calls().into_iter().filter(|call| call.installation == Some(bed.installation));
+    let account = format!("installation ID {}", bed.installation);
+    let of_installation = bed.github.calls().into_iter().filter(|call| call.account == account);
     assert_eq!(of_installation.map(|call| call.count).sum::<u64>(), 3);
     assert_eq!(bed.github.count("GET", "/app"), 1);
     bed.finish().await;
