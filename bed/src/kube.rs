@@ -207,7 +207,9 @@ impl ControlPlane {
                 .arg(flag("--kubelet-client-key", kubelet_client.with_extension("key")))
                 .arg(flag("--audit-policy-file", policy))
                 .arg(flag("--audit-log-path", self.audit_log()))
-                .args(["--audit-log-mode=batch", "--audit-log-batch-max-wait=1s"]);
+                .args(["--audit-log-mode=batch", "--audit-log-batch-max-wait=1s"])
+                // Most of what a small API server does is to collect garbage; there is memory enough.
+                .env("GOGC", "400");
             if self.address.is_loopback() {
                 // Loopback is no valid endpoint of a service, so the service gets none.
                 command.args(["--bind-address=127.0.0.1", "--endpoint-reconciler-type=none"]);

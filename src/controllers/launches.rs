@@ -6,13 +6,21 @@ use std::{
 };
 
 #[derive(Default)]
-pub struct Launches(Mutex<HashMap<String, u32>>);
+pub struct Launches {
+    pending: Mutex<HashMap<String, u32>>,
+    /// The token of the last order of each pool that was carried out: a view of the pool that still has it is stale.
+    carried_out: Mutex<HashMap<String, String>>,
+}
 
 /// Room for machines that are being launched; given back when dropped, when their records count instead.
 pub struct Reservation {
     launches: Arc<Launches>,
     pool: String,
     count: u32,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Launches {
@@ -28,8 +36,16 @@ impl Launches {
         Some(Reservation { launches: self.clone(), pool: pool.to_owned(), count })
     }
 
+    pub fn note_carried_out(&self, pool: &str, token: &str) {
+        lock(&self.carried_out).insert(pool.to_owned(), token.to_owned());
+    }
+
+    pub fn was_carried_out(&self, pool: &str, token: &str) -> bool {
+        lock(&self.carried_out).get(pool).is_some_and(|last| last == token)
+    }
+
     fn pending(&self) -> MutexGuard<'_, HashMap<String, u32>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.pending)
     }
 }
 

@@ -31,8 +31,9 @@ use crate::{
 
 /// Workers written at once: they follow behind, and leave the API server to those who wait for it.
 const WRITES: usize = 4;
-/// How long claims come first.
+/// How long claims come first, and how long a write waits for them after that.
 const YIELD: Duration = Duration::from_secs(3);
+const TRICKLE: Duration = Duration::from_millis(50);
 /// After a write over a version that is not there any more: the news are on their way.
 const STALE: Duration = Duration::from_millis(200);
 const RETRY: Duration = Duration::from_secs(5);
@@ -67,7 +68,13 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
         while context.ledger.is_claiming() && since.elapsed() < YIELD {
             tokio::time::sleep(STALE).await;
         }
-        stream::iter(ids).for_each_concurrent(WRITES, |id| show(&context, id)).await;
+        let shown = stream::iter(ids).for_each_concurrent(WRITES, async |id| {
+            show(&context, id).await;
+            if context.ledger.is_claiming() {
+                tokio::time::sleep(TRICKLE).await;
+            }
+        });
+        shown.await;
     }
 }
 

@@ -3,6 +3,7 @@
 pub mod board;
 pub mod claim;
 mod deliveries;
+mod events;
 mod instances;
 pub mod intake;
 mod launches;
@@ -29,7 +30,6 @@ use kube::{
     Client, Resource, ResourceExt,
     runtime::{
         controller::{Action, Controller},
-        events::{Event, EventType, Recorder, Reporter},
         reflector::ObjectRef,
     },
 };
@@ -39,6 +39,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::{
     claim::{runs::Runs, tokens::Tokens},
+    events::Events,
     intake::Intake,
     launches::Launches,
     offers::Offers,
@@ -80,7 +81,7 @@ pub struct Context {
     pub runs: Runs,
     pub tokens: Tokens,
     shortages: Mutex<Shortages>,
-    events: Recorder,
+    pub events: Events,
 }
 
 impl Context {
@@ -92,7 +93,6 @@ impl Context {
         metrics: Metrics,
         intake: Intake,
     ) -> Self {
-        let reporter = Reporter { controller: "paddock".into(), instance: std::env::var("HOSTNAME").ok() };
         let aws = Clients::new(fence).await;
         let queues = Queues::new(aws.sqs);
         let ledger = Arc::new(Ledger::new(Records::new(aws.dynamodb, table_name(&settings.cluster_name))));
@@ -110,7 +110,7 @@ impl Context {
             runs: Runs::default(),
             tokens: Tokens::default(),
             shortages: Mutex::new(Shortages::new(settings.capacity_memory)),
-            events: Recorder::new(client.clone(), reporter),
+            events: Events::new(client.clone()),
             settings,
             client,
             stores,
@@ -129,17 +129,6 @@ impl Context {
         if let Some(pool) = pool {
             let key = pool_key(&pool.namespace().unwrap_or_default(), &pool.name_any());
             self.troubles.launched(&key, pool.metadata.generation, trouble);
-        }
-    }
-
-    /// Publishes an event about `object`; one that cannot be published is not worth failing for.
-    pub async fn event<K>(&self, object: &K, type_: EventType, action: &str, reason: &str, note: String)
-    where
-        K: Resource<DynamicType = ()>,
-    {
-        let event = Event { type_, reason: reason.into(), note: Some(note), action: action.into(), secondary: None };
-        if let Err(error) = self.events.publish(&event, &object.object_ref(&())).await {
-            tracing::warn!(%error, reason, "an event could not be published");
         }
     }
 }
@@ -177,6 +166,7 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
         deliveries::run(context.clone(), stop.clone()),
         registrations::run(context.clone(), stop.clone()),
         retention::run(context.clone(), stop.clone()),
+        context.events.publish(&context.ledger, stop.clone()),
     );
 }
 

@@ -31,7 +31,7 @@ use crate::{
 /// Receives at once: a hundred machines a round are more than are claimed meanwhile.
 const RECEIVES: usize = 10;
 /// How long deletions wait for others, so that many go in one call.
-const LINGER: Duration = Duration::from_millis(50);
+const LINGER: Duration = Duration::from_secs(1);
 /// How long to wait for the outcome of other claims before the queue is asked again.
 const OTHERS: Duration = Duration::from_millis(20);
 /// How long before it shows itself again a message that was put back can still be taken as it is.

@@ -18,12 +18,15 @@ pub struct Vitals {
 }
 
 /// How long after a look the agent of an instance is looked at again, when somebody has waited for it so long, as for
-/// `awaited` in all: often at first, because a warm machine answers at once; less often when there are many, because a
-/// look at all of them is work; and never so seldom that a ready runner is not seen within 250 ms.
+/// `awaited` in all: often at first, because a warm machine answers at once; for few as late as most of them have answered,
+/// because each look is a call of its own; less often again when there are many, because a look at all of them is work; and
+/// never so seldom that a ready runner is not seen within 250 ms.
 pub fn look_again(waited: Duration, awaited: usize) -> Duration {
-    let least = Duration::from_millis(25) * (awaited / 100 + 1) as u32;
-    (waited / 8).max(least).min(Duration::from_millis(150))
+    let least = if awaited < FEW { 60 } else { 40 * (awaited as u64 / 500 + 1) };
+    (waited / 8).max(Duration::from_millis(least)).min(Duration::from_millis(150))
 }
+
+const FEW: usize = 10;
 
 /// All that is known of one instance.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -64,6 +64,8 @@ pub struct Agent {
     /// When the record was last written, and what it was when this agent last looked.
     pub written: Instant,
     pub record: Option<Instance>,
+    /// When it began to read that record.
+    looked: Instant,
     pub said: Option<Said>,
 }
 
@@ -176,12 +178,14 @@ impl Shared {
             let phase = LOOK.mul_f64(rand::random());
             // The record may have been written before the agent was up.
             let look_at = Some(Instant::now());
-            agents.insert(id, Agent { key, public, phase, look_at, written: now, record: None, said: None });
+            agents
+                .insert(id, Agent { key, public, phase, look_at, written: now, record: None, looked: now, said: None });
         }
     }
 
     /// Reads the records of those that look now, and answers.
     async fn serve(self: Arc<Self>, due: Vec<(String, Instant)>) {
+        let looked = Instant::now();
         let records = match self.read(&due).await {
             Ok(records) => records,
             Err(error) => return eprintln!("agents cannot read their records: {error:#}"),
@@ -192,13 +196,14 @@ impl Shared {
         for record in records {
             let id = record.instance_id.clone();
             let mut agents = self.agents();
-            let Some(agent) = agents.get_mut(&id) else { continue };
+            // A look that began later may be through already, and has seen what came later.
+            let Some(agent) = agents.get_mut(&id).filter(|agent| agent.looked <= looked) else { continue };
             match agent.answer(&record) {
                 Ok(Some((signal, run_id))) => answers.push((id, signal, run_id)),
                 Ok(None) => {}
                 Err(error) => eprintln!("{error:#}"),
             }
-            agent.record = Some(record);
+            (agent.record, agent.looked) = (Some(record), looked);
         }
         let items = answers.iter().map(|(id, said, run)| signal(id, *said, run, stamp).to_item());
         self.put(items.collect()).await;

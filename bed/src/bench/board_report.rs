@@ -15,6 +15,8 @@ pub struct Report {
     /// A second: jobs that become claims, known ones, such that nobody serves.
     pub webhooks: [f64; 3],
     pub rest: BTreeMap<String, u64>,
+    /// What the API server bears with nobody else there.
+    pub writes_a_second: f64,
 }
 
 /// With a GitHub that answers after `delay` milliseconds.
@@ -116,6 +118,7 @@ impl fmt::Display for Report {
         }
         writeln!(f, "{other}")?;
         writeln!(f, "- writes in a minute of 100 healthy jobs: {:?}", self.writes_a_minute)?;
+        writeln!(f, "- the API server's writes a second, with nobody else there: {:.0}", self.writes_a_second)?;
         writeln!(f, "- writes at rest, in 30 s: {:?} (target: none)", self.rest)?;
         writeln!(f, "- GitHub calls in that minute: {:?}", self.calls_a_minute)?;
         for found in &self.delayed {

@@ -189,7 +189,7 @@ impl Bench {
         }
         self.github.clear_faults();
         say("10,000 finished claims and workers …");
-        self.grow_old().await?;
+        self.grow_old(report).await?;
         report.memory_10_000 = self.operator()?.memory()?;
         say("at rest …");
         let before = writes(&self.kube).await?;
@@ -224,13 +224,11 @@ impl Bench {
         Ok(self.github.queue_job(request)?.id)
     }
 
-    /// When the pods of these jobs' claims were seen; those that have one.
-    fn pods(&self, jobs: &[u64]) -> BTreeMap<String, Instant> {
+    /// When the pods of these jobs' claims were seen. Which runner takes which job is GitHub's choice: a claim whose job was
+    /// taken by another's runner before its own pod was made has none, and the other has two.
+    fn pods(&self, jobs: &[u64]) -> Vec<Instant> {
         let claims: HashSet<String> = jobs.iter().map(|job| format!("job-{job}")).collect();
-        self.boards.pods(|pods| {
-            let ours = pods.values().filter(|seen| claims.contains(seen.claim()));
-            ours.map(|seen| (seen.claim().to_owned(), seen.first)).collect()
-        })
+        self.boards.pods(|pods| pods.values().filter(|seen| claims.contains(seen.claim())).map(|s| s.first).collect())
     }
 
     /// Jobs of one organisation, each after the one before is done.
@@ -239,8 +237,8 @@ impl Bench {
         for _ in 0..SINGLES {
             let start = Instant::now();
             let job = [self.queue(0, Some(Duration::from_millis(1)))?];
-            self.until("the job has a pod", || self.pods(&job).len() == 1).await?;
-            times.extend(self.pods(&job).values().map(|seen| seen.duration_since(start)));
+            self.until("the job has a pod", || !self.pods(&job).is_empty()).await?;
+            times.extend(self.pods(&job).into_iter().min().map(|seen| seen.duration_since(start)));
             self.until_done(&job).await?;
         }
         Ok(Spread::of(times))
@@ -249,8 +247,8 @@ impl Bench {
     async fn burst(&self, count: usize) -> Result<Burst> {
         let start = Instant::now();
         let jobs: Vec<u64> = (0..count).map(|number| self.queue(number, None)).collect::<Result<_>>()?;
-        self.until("every job has a pod", || self.pods(&jobs).len() == count).await?;
-        let last = self.pods(&jobs).values().map(|seen| seen.duration_since(start)).max().unwrap_or_default();
+        self.until("every job has a pod", || self.pods(&jobs).len() >= count).await?;
+        let last = self.pods(&jobs).into_iter().map(|seen| seen.duration_since(start)).max().unwrap_or_default();
         Ok(Burst { jobs, last })
     }
 
@@ -321,10 +319,11 @@ impl Bench {
     }
 
     /// A system with a past: as many finished claims as workers, and an operator that has just read them.
-    async fn grow_old(&mut self) -> Result<()> {
+    async fn grow_old(&mut self, report: &mut Report) -> Result<()> {
         let operator = self.operator.take().context("the operator runs")?;
         operator.stop().await?;
         let kind = |kind: &str| ApiResource::from_gvk(&GroupVersionKind::gvk("paddock.dev", "v1alpha1", kind));
+        let (start, mut made) = (Instant::now(), 0);
         for name in ["RunnerClaim", "Worker"] {
             let api: Api<DynamicObject> = Api::namespaced_with(self.kube.client(), NAMESPACE, &kind(name));
             let all = api.list(&ListParams::default()).await?.items;
@@ -335,7 +334,10 @@ impl Bench {
             let finished = all.iter().find(served).with_context(|| format!("a {name} that has served"))?;
             let copies = stream::iter(all.len()..OLD).map(|number| copy(&api, finished, number));
             copies.buffer_unordered(64).try_for_each(async |()| Ok(())).await?;
+            made += OLD - all.len();
         }
+        // Each is two writes.
+        report.writes_a_second = 2.0 * made as f64 / start.elapsed().as_secs_f64();
         self.start_operator().await?;
         let mut before = writes(&self.kube).await?;
         loop {

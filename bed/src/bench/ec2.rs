@@ -20,7 +20,7 @@ use super::{
     since, writes,
 };
 use crate::{
-    aws::Calls,
+    aws::{Calls, Service},
     isolate::Isolated,
     stage::{CLUSTER, Stage},
 };
@@ -34,6 +34,8 @@ const LARGE_SIZE: usize = 1000;
 const DEADLINE: Duration = Duration::from_secs(120);
 /// How long a settled system is watched.
 pub const REST: Duration = Duration::from_secs(30);
+/// How often somebody who waits is told how far it is.
+const PROGRESS: Duration = Duration::from_secs(10);
 /// What is shown of a log when something went wrong.
 const LOG_LINES: usize = 12;
 /// How often this program looks whether something has come about.
@@ -101,9 +103,23 @@ async fn measure(isolated: &Isolated, report: &mut Report) -> Result<()> {
     say(&format!("a pool that keeps {LARGE_SIZE} machines warm …"));
     let warming = Instant::now();
     bench.pool(LARGE, json!({ "minIdle": LARGE_SIZE, "maxInstances": LARGE_SIZE })).await?;
-    bench.until("the large pool is warm", || bench.free().len() == LARGE_SIZE + small.len()).await?;
+    let mut told = Instant::now();
+    let warm = || {
+        let free = bench.free().len() - small.len();
+        if told.elapsed() > PROGRESS {
+            told = Instant::now();
+            say(&format!("{free} are warm, AWS was called for {:?}", bench.stage.aws.calls()));
+        }
+        free == LARGE_SIZE
+    };
+    bench.stage.aws.reset_calls();
+    bench.until("the large pool is warm", warm).await?;
     say(&format!("warm after {:.0} s; now it settles …", warming.elapsed().as_secs_f64()));
     report.rest = bench.rest().await?;
+    // To list a thousand machines takes the emulated EC2 seconds of a core that all others need.
+    say("the next comparison with EC2 …");
+    bench.until("EC2 was asked", || bench.listed() > 0).await?;
+    bench.settle().await?;
     say("100 claims of 10 …");
     let hundred = (0..100).map(|_| bench.claim(LARGE, 10, None)).collect();
     let thousand = bench.round(hundred).await?;
@@ -252,6 +268,12 @@ impl Bench {
         Ok((round, release))
     }
 
+    /// How often machines were listed since calls are counted.
+    fn listed(&self) -> u64 {
+        let calls = self.stage.aws.calls();
+        calls.get(&Service::Ec2).and_then(|calls| calls.get("DescribeInstances")).copied().unwrap_or(0)
+    }
+
     /// Waits until nothing is written any more: Workers follow their machines.
     async fn settle(&self) -> Result<Duration> {
         let start = Instant::now();
@@ -273,6 +295,7 @@ impl Bench {
         self.stage.aws.reset_calls();
         tokio::time::sleep(REST).await;
         let calls = self.stage.aws.calls();
+        self.stage.aws.reset_calls();
         let writes = since(&before, writes(&self.stage.kube).await?);
         Ok(Rest { settled, writes, calls })
     }

@@ -20,7 +20,7 @@ use super::{
         objects::{self, Written},
         reference,
     },
-    Board, LOOK_AGAIN, look_again,
+    Board, GIVE_WAY, LOOK_AGAIN, look_again,
     memory::lock,
     nudges,
 };
@@ -96,8 +96,12 @@ impl Board {
         if claim.status.is_none() && on_its_way && is_young(claim) {
             return Ok(Action::requeue(YOUNG));
         }
+        let over = new.phase.is_some_and(ClaimPhase::is_over);
+        if !over && self.rush.is_on() {
+            return Ok(Action::requeue(GIVE_WAY));
+        }
         self.write(claim, &new).await?;
-        Ok(if new.phase.is_some_and(ClaimPhase::is_over) { Action::await_change() } else { look_again(None) })
+        Ok(if over { Action::await_change() } else { look_again(None) })
     }
 
     /// Deletes the claim's workers, each of which stays until its runner is free, and then lets the claim go.
@@ -149,12 +153,12 @@ impl Board {
         let written = objects::write_status(&self.context.client, claim, claim.status.as_ref(), new).await?;
         let before = claim.status.as_ref().and_then(|status| status.phase);
         if written == Written::Yes && before != new.phase {
-            self.tell(claim, new).await;
+            self.tell(claim, new);
         }
         Ok(())
     }
 
-    async fn tell(&self, claim: &RunnerClaim, status: &RunnerClaimStatus) {
+    fn tell(&self, claim: &RunnerClaim, status: &RunnerClaimStatus) {
         let Some(condition) = status.conditions.iter().find(|condition| condition.type_ == READY) else { return };
         let phase = status.phase.unwrap_or_default();
         let created = claim.metadata.creation_timestamp.as_ref();
@@ -167,7 +171,7 @@ impl Board {
             return;
         }
         let type_ = if phase == ClaimPhase::Failed { EventType::Warning } else { EventType::Normal };
-        self.context.event(claim, type_, phase.as_str(), &condition.reason, condition.message.clone()).await;
+        self.context.events.tell(claim, type_, phase.as_str(), &condition.reason, condition.message.clone());
     }
 }
 

@@ -111,6 +111,7 @@ impl Board {
             }
         }
         let mut outcome = Ok(());
+        let rush = (!made.is_empty()).then(|| self.rush.enter());
         let mut made = stream::iter(made)
             .map(|(claim, worker)| async move { (claim.uid(), self.make(&claim, worker).await) })
             .buffer_unordered(AT_ONCE);
@@ -124,7 +125,7 @@ impl Board {
                 }
             }
         }
-        drop((made, making));
+        drop((made, making, rush));
         let retry_at = waits.values().filter_map(|wait: &Wait| wait.retry_at).min();
         self.tell_claims(waits, &claims);
         outcome.map(|()| retry_at)

@@ -139,7 +139,7 @@ impl Life<'_> {
             Err(error) if self.is_forsaken(&error) => {
                 tracing::warn!(worker = self.name, %error, "its runner is left to GitHub");
                 let message = format!("its runner is left to GitHub, which forgets it within a day: {error}");
-                self.board.context.event(self.worker, EventType::Warning, "Remove", "RunnerLeft", message).await;
+                self.board.context.events.tell(self.worker, EventType::Warning, "Remove", "RunnerLeft", message);
                 Ok(Removal::Gone)
             }
             outcome => outcome,

@@ -14,6 +14,7 @@ mod memory;
 mod pool;
 mod provision;
 mod reservations;
+mod rush;
 mod sync;
 mod worker;
 
@@ -33,6 +34,7 @@ use self::{
     limits::Limits,
     memory::{Memory, lock},
     reservations::Reservations,
+    rush::Rush,
 };
 use super::{Context, reference};
 use crate::{
@@ -47,6 +49,8 @@ use crate::{
 
 /// How long anything that is not settled goes without a look.
 const LOOK_AGAIN: Duration = Duration::from_secs(15);
+/// How long what there is to show waits while pods are being made, before it looks again.
+const GIVE_WAY: Duration = Duration::from_millis(300);
 /// Calls to be remembered for a controller that is slow to hear them; it looks again by itself anyway.
 const NUDGES: usize = 4096;
 /// Workers that are written for at a time: more would only make the API server slower for everybody.
@@ -58,6 +62,7 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
         prefix: name_prefix(&context.settings.cluster_name),
         making: tokio::sync::Mutex::default(),
         writers: Semaphore::new(WRITERS),
+        rush: Rush::default(),
         reservations: Reservations::default(),
         memory: Memory::default(),
         changed: Notify::new(),
@@ -87,6 +92,7 @@ struct Board {
     making: tokio::sync::Mutex<()>,
     /// Who writes for a worker takes a turn; who waits for GitHub has none.
     writers: Semaphore,
+    rush: Rush,
     reservations: Reservations,
     memory: Memory,
     /// Something that decisions rest on has changed.

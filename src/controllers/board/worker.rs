@@ -29,7 +29,7 @@ use super::{
         objects::{self, Written},
         reference,
     },
-    Board, LOOK_AGAIN,
+    Board, GIVE_WAY, LOOK_AGAIN,
     accounts::AccountError,
     look_again,
     memory::lock,
@@ -233,6 +233,9 @@ impl Life<'_> {
 
     async fn mirror(&self, observed: Observed, known: Known, next: Option<Timestamp>) -> Result<Action> {
         let Some(pod) = self.pod else { return Ok(Action::await_change()) };
+        if self.board.rush.is_on() {
+            return Ok(Action::requeue(GIVE_WAY));
+        }
         if !self.is_adopted() {
             self.adopt(pod).await?;
         }
@@ -281,7 +284,7 @@ impl Life<'_> {
         status.failure = Some(failure);
         if self.write(&status).await? == Written::Yes {
             tracing::warn!(worker = self.name, reason, why = message, "a worker failed");
-            self.board.context.event(self.worker, EventType::Warning, "Fail", reason, message).await;
+            self.board.context.events.tell(self.worker, EventType::Warning, "Fail", reason, message);
         }
         Ok(Action::requeue(LOOK_AGAIN))
     }

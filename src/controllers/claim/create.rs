@@ -134,7 +134,7 @@ impl Work {
                 let why = "the rest of its fleet could not be had as spot machines";
                 self.context.end_instance(&launched.id, FailureReason::CreationAborted, why).await?;
             }
-            self.event(EventType::Warning, "FellBack", format!("{why}; asking for on-demand machines")).await;
+            self.event(EventType::Warning, "FellBack", format!("{why}; asking for on-demand machines"));
             self.place(supply, order.attempt + 1, order.requested, UsageClass::OnDemand, subnet_ids).await?;
         }
     }

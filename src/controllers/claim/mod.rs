@@ -271,27 +271,24 @@ impl Work {
         Ok(())
     }
 
-    /// An event for each phase that was entered for the first time. Nobody waits for it.
+    /// An event for each phase that was entered for the first time.
     fn tell(&self, before: &PhaseTimes) {
         let now = self.status.phase.unwrap_or_default();
         let entered =
             |phase: &&ClaimPhase| before.of(**phase).is_none() && self.status.phase_times.of(**phase).is_some();
         let condition = self.status.conditions.iter().find(|known| known.type_ == READY);
-        let events = ClaimPhase::ALL.iter().filter(entered).map(|phase| match condition.filter(|_| *phase == now) {
-            Some(condition) => (*phase, condition.reason.clone(), condition.message.clone()),
-            None => (*phase, phase.as_str().to_owned(), phase.doing().to_owned()),
-        });
-        let (events, context, claim) = (events.collect::<Vec<_>>(), self.context.clone(), self.claim.clone());
-        tokio::spawn(async move {
-            for (phase, reason, note) in events {
-                let type_ = if phase == ClaimPhase::Failed { EventType::Warning } else { EventType::Normal };
-                context.event(&*claim, type_, phase.as_str(), &reason, note).await;
-            }
-        });
+        for phase in ClaimPhase::ALL.iter().filter(entered) {
+            let (reason, note) = match condition.filter(|_| *phase == now) {
+                Some(condition) => (condition.reason.as_str(), condition.message.clone()),
+                None => (phase.as_str(), phase.doing().to_owned()),
+            };
+            let type_ = if *phase == ClaimPhase::Failed { EventType::Warning } else { EventType::Normal };
+            self.context.events.tell(&*self.claim, type_, phase.as_str(), reason, note);
+        }
     }
 
-    async fn event(&self, type_: EventType, reason: &str, note: String) {
-        self.context.event(&*self.claim, type_, "Claim", reason, note).await;
+    fn event(&self, type_: EventType, reason: &str, note: String) {
+        self.context.events.tell(&*self.claim, type_, "Claim", reason, note);
     }
 }
 

@@ -16,12 +16,12 @@ use crate::{
     plan::{
         claim::{Step, View, step, surplus},
         heard::Heard,
-        instance::Tracked,
+        instance::{Standing, Tracked, standing},
         pickup::Needs,
     },
 };
 
-/// A claim that has its machines by then is not worth a write that says it looks for them.
+/// A claim that has its machines, or their agents' answers, by then is not worth a write that says it waits for them.
 const SOON: Duration = Duration::from_millis(250);
 /// Steps in one reconciliation: select, create, validate and start, with room for machines that had to be replaced.
 const MAX_STEPS: usize = 16;
@@ -204,11 +204,38 @@ impl Work {
             self.context.tokens.forget(&self.uid());
         }
         for (id, reason, why) in failed {
-            self.event(EventType::Warning, "WorkerFailed", format!("{id}: {why}")).await;
+            self.event(EventType::Warning, "WorkerFailed", format!("{id}: {why}"));
             self.context.end_instance(id, *reason, why).await?;
         }
+        if !failed.is_empty() {
+            return self.write().await.map(|()| None);
+        }
+        if self.answered_soon(supply, held).await {
+            return Ok(None);
+        }
         self.write().await?;
-        Ok(failed.is_empty().then(|| Action::requeue(LOOK_AGAIN)))
+        Ok(Some(Action::requeue(LOOK_AGAIN)))
+    }
+
+    /// Waits a moment for all agents of machines that were just claimed.
+    async fn answered_soon(&self, supply: &Supply, held: &[Tracked]) -> bool {
+        let just_claimed = |tracked: &Tracked| tracked.record.state == State::Claimed;
+        if !held.iter().all(just_claimed)
+            || self.claim.status.as_ref().is_some_and(|old| old.phase == self.status.phase)
+        {
+            return false;
+        }
+        let mut news = self.context.ledger.news();
+        let is_awaited =
+            |tracked: &Tracked| matches!(standing(tracked, &supply.pool.timeouts, Timestamp::now()), Standing::Waiting);
+        let all = async {
+            while self.held().iter().any(is_awaited) {
+                if news.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        tokio::time::timeout(SOON, all).await.is_ok()
     }
 
     /// Gives created machines, whose keys are known by now, the token to register with.

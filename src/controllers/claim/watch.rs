@@ -28,7 +28,7 @@ impl Work {
             let message = format!("{} of {count} runners are left; lost: {}", held.len(), in_words(&lost));
             let told = self.status.conditions.iter().any(|known| known.type_ == READY && known.message == message);
             if !told {
-                self.event(EventType::Warning, ClaimReason::WorkerLost.as_str(), message.clone()).await;
+                self.event(EventType::Warning, ClaimReason::WorkerLost.as_str(), message.clone());
             }
             self.enter(ClaimPhase::Ready, ClaimReason::WorkerLost, message);
         }

@@ -108,18 +108,18 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
     set_condition(&mut new.conditions, condition);
     let written = objects::write_status(&context.client, pool, pool.status.as_ref(), &new).await?;
     if written == Written::Yes {
-        tell(context, pool, &new).await;
+        tell(context, pool, &new);
     }
     Ok(Action::requeue(if written == Written::Yes { REFRESH } else { STALE }))
 }
 
 /// An event for each new word of the pool's condition.
-async fn tell(context: &Context, pool: &RunnerPool, new: &RunnerPoolStatus) {
+fn tell(context: &Context, pool: &RunnerPool, new: &RunnerPoolStatus) {
     let ready = |status: &RunnerPoolStatus| status.conditions.iter().find(|known| known.type_ == READY).cloned();
     let (before, Some(now)) = (pool.status.as_ref().and_then(ready), ready(new)) else { return };
     if before.is_none_or(|before| (&before.reason, &before.message) != (&now.reason, &now.message)) {
         let type_ = if now.status == "True" { EventType::Normal } else { EventType::Warning };
-        context.event(pool, type_, "Refresh", &now.reason, now.message).await;
+        context.events.tell(pool, type_, "Refresh", &now.reason, now.message);
     }
 }
 

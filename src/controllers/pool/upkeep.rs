@@ -17,7 +17,7 @@ use crate::{
     plan::instance::{ORPHAN_AGE, Seen, Tracked, Upkeep, lost, upkeep},
 };
 
-/// How often EC2 and the queues are compared with the records.
+/// How often EC2 and the queues are compared with the records; half as often while claims wait for machines.
 const SWEEP: Duration = Duration::from_secs(30);
 /// How much longer a record stays whose runner may still be at GitHub.
 const UNSETTLED: Duration = Duration::from_secs(3600);
@@ -47,7 +47,7 @@ pub(super) async fn keep_up(
             Upkeep::End(reason, why) => {
                 ends += 1;
                 let id = &tracked.record.instance_id;
-                context.event(pool, EventType::Warning, "Refresh", "WorkerEnded", format!("{id}: {why}")).await;
+                context.events.tell(pool, EventType::Warning, "Refresh", "WorkerEnded", format!("{id}: {why}"));
                 context.end_instance(id, reason, &why).await.map_err(at_aws)?;
             }
         }
@@ -60,7 +60,8 @@ pub(super) async fn keep_up(
     pool_warm(context, warming, ec2, new).await.map_err(at_aws)?;
     renew(context, renewed, ec2, new).await.map_err(at_aws)?;
     offer_missing(context, key, &context.ledger.of_pool(key), new).await.map_err(at_aws)?;
-    if context.timers.due(&format!("sweep {key}"), SWEEP) {
+    let period = if context.ledger.is_claiming() { 2 * SWEEP } else { SWEEP };
+    if context.timers.due(&format!("sweep {key}"), period) {
         let swept = async {
             sweep(context, key).await?;
             restore_offers(context, key, new).await

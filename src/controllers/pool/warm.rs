@@ -22,6 +22,9 @@ use crate::{
 /// How long `minIdle` waits after a launch that failed, unless the pool is edited.
 const RELAUNCH: Duration = Duration::from_secs(60);
 
+/// Machines in one order: EC2 answers when all of them were launched, and that must not take longer than a call may.
+const MAX_ORDER: u32 = 100;
+
 /// Has machines created until `minIdle` of them are idle or on their way. An order is in the pool's status before EC2 has
 /// it and until its machines are on record, so that a successor sends the same one.
 pub(super) async fn keep_warm(
@@ -39,10 +42,14 @@ pub(super) async fn keep_warm(
     });
     let missing = ec2.min_idle.saturating_sub(idle.count() as u32);
     let reserve = |wanted| context.launches.reserve(key, live, 1, wanted, ec2.max_instances);
+    if new.fleet.as_ref().is_some_and(|order| context.launches.was_carried_out(key, &order.client_token)) {
+        new.fleet = None;
+        return Ok(Ok(()));
+    }
     let (order, _room) = match &new.fleet {
         Some(order) => (order.clone(), reserve(order.requested)),
         None => {
-            let (order, room) = match wanted(context, pool, ec2, key, new, || reserve(missing)) {
+            let (order, room) = match wanted(context, pool, ec2, key, new, || reserve(missing.min(MAX_ORDER))) {
                 Ok(Some(wanted)) => wanted,
                 Ok(None) => return Ok(Ok(())),
                 Err(trouble) => return Ok(Err(trouble)),
@@ -134,6 +141,7 @@ async fn carry_out(
     let record = |launched| context.new_instance(launched, key, ec2, &needs, "", "", now);
     let records: Vec<_> = outcome.launched.iter().map(record).collect();
     context.ledger.create(&records).await.map_err(at_aws)?;
+    context.launches.note_carried_out(key, &order.client_token);
     new.fleet = None;
     context.shortages().note(&request, outcome.launched.len(), &outcome.causes, now);
     let trouble = trouble(&outcome.causes).filter(|_| outcome.launched.is_empty());

@@ -16,7 +16,7 @@ use std::{
 use futures::{Stream, future::join_all, stream};
 use jiff::{SignedDuration, Timestamp};
 use paddock_record::{Instance, State};
-use tokio::sync::{Notify, OnceCell};
+use tokio::sync::{Notify, OnceCell, watch};
 use tokio_util::sync::CancellationToken;
 
 use self::{known::Known, news::News};
@@ -54,6 +54,8 @@ pub struct Ledger {
     counts: Arc<News<String>>,
     /// Instances that changed.
     workers: Arc<News<String>>,
+    /// Told of all that becomes known.
+    news: watch::Sender<()>,
     waiting: Notify,
     loaded: OnceCell<()>,
 }
@@ -67,6 +69,7 @@ impl Ledger {
             pools: Arc::default(),
             counts: Arc::default(),
             workers: Arc::default(),
+            news: watch::Sender::default(),
             waiting: Notify::new(),
             loaded: OnceCell::new(),
         }
@@ -95,6 +98,11 @@ impl Ledger {
     /// The instances of a pool that are as `wanted`.
     pub fn find(&self, pool: &str, wanted: impl Fn(&Tracked) -> bool) -> Vec<Tracked> {
         self.known().of_pool(pool).filter(|tracked| wanted(tracked)).cloned().collect()
+    }
+
+    /// Changes with all that becomes known, for those who wait a moment for something.
+    pub fn news(&self) -> watch::Receiver<()> {
+        self.news.subscribe()
     }
 
     /// Claims, by pool and name, whose machines have changed. For one reader, as the others.
@@ -250,6 +258,7 @@ impl Ledger {
     }
 
     fn tell(&self, record: &Instance) {
+        self.news.send_replace(());
         self.counts.tell(record.pool.clone());
         self.workers.tell(record.instance_id.clone());
         if !record.claim.is_empty() {

@@ -1,0 +1,68 @@
+//! Events, published behind the work: one after the other, and after claims that wait for their machines.
+
+use std::{
+    sync::{Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::{
+    Client, Resource,
+    runtime::events::{Event, EventType, Recorder, Reporter},
+};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio_util::sync::CancellationToken;
+
+use crate::effects::ledger::Ledger;
+
+/// How long claims come first.
+const YIELD: Duration = Duration::from_secs(3);
+/// How often it is looked whether they still do.
+const LOOK: Duration = Duration::from_millis(100);
+
+type About = (Event, ObjectReference);
+
+pub struct Events {
+    recorder: Recorder,
+    sender: UnboundedSender<About>,
+    /// Until somebody publishes.
+    receiver: Mutex<Option<UnboundedReceiver<About>>>,
+}
+
+impl Events {
+    pub fn new(client: Client) -> Self {
+        let reporter = Reporter { controller: "paddock".into(), instance: std::env::var("HOSTNAME").ok() };
+        let (sender, receiver) = unbounded_channel();
+        Self { recorder: Recorder::new(client, reporter), sender, receiver: Mutex::new(Some(receiver)) }
+    }
+
+    pub fn tell<K>(&self, object: &K, type_: EventType, action: &str, reason: &str, note: String)
+    where
+        K: Resource<DynamicType = ()>,
+    {
+        let event = Event { type_, reason: reason.into(), note: Some(note), action: action.into(), secondary: None };
+        let _ = self.sender.send((event, object.object_ref(&())));
+    }
+
+    /// Publishes what is told, until `stop`; then what is left. An event that cannot be published is not worth failing for.
+    pub async fn publish(&self, ledger: &Ledger, stop: CancellationToken) {
+        let receiver = self.receiver.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(mut told) = receiver else { return };
+        let next = async |told: &mut UnboundedReceiver<About>| {
+            tokio::select! {
+                biased;
+                next = told.recv() => next,
+                () = stop.cancelled() => None,
+            }
+        };
+        while let Some((event, about)) = next(&mut told).await {
+            let since = Instant::now();
+            while ledger.is_claiming() && since.elapsed() < YIELD && !stop.is_cancelled() {
+                tokio::time::sleep(LOOK).await;
+            }
+            if let Err(error) = self.recorder.publish(&event, &about).await {
+                tracing::warn!(%error, reason = event.reason, "an event could not be published");
+            }
+        }
+    }
+}
