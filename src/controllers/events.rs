@@ -15,12 +15,13 @@ use tokio_util::sync::CancellationToken;
 
 use crate::effects::ledger::Ledger;
 
-/// How long claims come first.
+/// How long an event waits while claims come first.
 const YIELD: Duration = Duration::from_secs(3);
 /// How often it is looked whether they still do.
 const LOOK: Duration = Duration::from_millis(100);
 
-type About = (Event, ObjectReference);
+/// What is told of whom, and since when.
+type About = (Event, ObjectReference, Instant);
 
 pub struct Events {
     recorder: Recorder,
@@ -41,7 +42,7 @@ impl Events {
         K: Resource<DynamicType = ()>,
     {
         let event = Event { type_, reason: reason.into(), note: Some(note), action: action.into(), secondary: None };
-        let _ = self.sender.send((event, object.object_ref(&())));
+        let _ = self.sender.send((event, object.object_ref(&()), Instant::now()));
     }
 
     /// Publishes what is told, until `stop`; then what is left. An event that cannot be published is not worth failing for.
@@ -55,8 +56,7 @@ impl Events {
                 () = stop.cancelled() => None,
             }
         };
-        while let Some((event, about)) = next(&mut told).await {
-            let since = Instant::now();
+        while let Some((event, about, since)) = next(&mut told).await {
             while ledger.is_claiming() && since.elapsed() < YIELD && !stop.is_cancelled() {
                 tokio::time::sleep(LOOK).await;
             }

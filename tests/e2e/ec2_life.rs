@@ -22,11 +22,11 @@ use crate::{
     support::World,
 };
 
-/// The reasons of all events about an object.
-async fn events(linux: &Linux<'_>, name: &str) -> Result<Vec<String>> {
-    let of = ListParams::default().fields(&format!("involvedObject.name={name}"));
-    let events = linux.world.api::<Event>(&linux.namespace).list(&of).await?;
-    Ok(events.items.into_iter().filter_map(|event| event.reason).collect())
+/// Waits until there was an event about an object; they follow behind.
+async fn until_event(linux: &Linux<'_>, name: &str, reason: &str) -> Result<()> {
+    let of = ListParams::default().fields(&format!("involvedObject.name={name},reason={reason}"));
+    let told = async || Ok(!linux.world.api::<Event>(&linux.namespace).list(&of).await?.items.is_empty());
+    linux.world.until_true(&format!("an event told {reason} of {name}"), told).await
 }
 
 /// A webhook marks the claim: its machine goes back to the pool, and the claim stays to be looked at.
@@ -42,12 +42,9 @@ pub async fn a_run_that_a_webhook_calls_completed_releases_its_claim(world: &Wor
     let times = &status.phase_times;
     ensure!(times.ready <= times.releasing && times.releasing <= times.completed, "{times:?}");
     linux.until_pooled(1).await?;
-    let wanted = ["Pending", "Claiming", "Validating", "Ready", "Releasing", "Completed"];
-    let told = async || {
-        let events = events(&linux, "build").await?;
-        Ok(wanted.iter().all(|reason| events.iter().any(|event| event == reason)))
-    };
-    world.until_true("every phase has its event", told).await?;
+    for phase in ["Pending", "Claiming", "Validating", "Ready", "Releasing", "Completed"] {
+        until_event(&linux, "build", phase).await?;
+    }
     linux.release("build").await?;
     linux.clean_up().await
 }
@@ -160,7 +157,7 @@ pub async fn i4_spot_falls_back_to_on_demand_and_keeps_nothing_of_the_first_orde
     linux.until_running(&serving).await?;
     let usage = |id: &String| linux.instances().iter().any(|i| i.id == *id && i.usage == Usage::OnDemand);
     ensure!(serving.len() == 2 && serving.iter().all(usage), "{serving:?}");
-    ensure!(events(&linux, "build").await?.contains(&"FellBack".to_owned()), "it says so");
+    until_event(&linux, "build", "FellBack").await?;
     linux.release("build").await?;
     linux.clean_up().await
 }
@@ -182,7 +179,7 @@ pub async fn i2_lost_machines_are_told_apart_and_their_runners_removed(world: &W
     let failed = linux.until_phase("build", ClaimPhase::Failed).await?;
     let (reason, message) = why(&failed);
     ensure!(reason == "WorkerLost" && message.contains("instance_gone"), "{message}");
-    ensure!(events(&linux, "build").await?.contains(&"WorkerLost".to_owned()), "an event told it");
+    until_event(&linux, "build", "WorkerLost").await?;
     world.until_true("their runners are gone", async || Ok(linux.runners().is_empty())).await?;
     linux.release("build").await?;
     linux.clean_up().await
@@ -206,7 +203,7 @@ pub async fn a_pool_says_what_is_wrong_with_it_until_it_is_mended(world: &World)
     let denied = linux.fault(denied.containing(&linux.key()));
     linux.set(json!({ "minIdle": 1 })).await?;
     said("AwsDenied", "docs/iam").await?;
-    ensure!(events(&linux, POOL).await?.contains(&"AwsDenied".to_owned()), "an event told it");
+    until_event(&linux, POOL, "AwsDenied").await?;
     drop(denied);
     linux.set(json!({ "minIdle": 1, "maxInstances": 2 })).await?;
     linux.until_pool("mended and warm", |status| pool_why(status).0 == "Ready" && status.workers.idle == 1).await?;
