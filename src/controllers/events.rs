@@ -1,7 +1,7 @@
 //! Events, published behind the work: one after the other, and after claims that wait for their machines.
 
 use std::{
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -10,13 +10,16 @@ use kube::{
     Client, Resource,
     runtime::events::{Event, EventType, Recorder, Reporter},
 };
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio_util::sync::CancellationToken;
 
+use super::lock;
 use crate::effects::ledger::Ledger;
 
 /// How long an event waits while claims come first.
 const YIELD: Duration = Duration::from_secs(3);
+/// Events that wait while the API server is away; more are dropped, and said to be in the log.
+const BACKLOG: usize = 4096;
 /// How often it is looked whether they still do.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -25,15 +28,15 @@ type About = (Event, ObjectReference, Instant);
 
 pub struct Events {
     recorder: Recorder,
-    sender: UnboundedSender<About>,
+    sender: Sender<About>,
     /// Until somebody publishes.
-    receiver: Mutex<Option<UnboundedReceiver<About>>>,
+    receiver: Mutex<Option<Receiver<About>>>,
 }
 
 impl Events {
     pub fn new(client: Client) -> Self {
         let reporter = Reporter { controller: "paddock".into(), instance: std::env::var("HOSTNAME").ok() };
-        let (sender, receiver) = unbounded_channel();
+        let (sender, receiver) = channel(BACKLOG);
         Self { recorder: Recorder::new(client, reporter), sender, receiver: Mutex::new(Some(receiver)) }
     }
 
@@ -42,14 +45,16 @@ impl Events {
         K: Resource<DynamicType = ()>,
     {
         let event = Event { type_, reason: reason.into(), note: Some(note), action: action.into(), secondary: None };
-        let _ = self.sender.send((event, object.object_ref(&()), Instant::now()));
+        if self.sender.try_send((event, object.object_ref(&()), Instant::now())).is_err() {
+            tracing::warn!(reason, "an event was dropped: the API server takes none");
+        }
     }
 
     /// Publishes what is told, until `stop`; then what is left. An event that cannot be published is not worth failing for.
     pub async fn publish(&self, ledger: &Ledger, stop: CancellationToken) {
-        let receiver = self.receiver.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let receiver = lock(&self.receiver).take();
         let Some(mut told) = receiver else { return };
-        let next = async |told: &mut UnboundedReceiver<About>| {
+        let next = async |told: &mut Receiver<About>| {
             tokio::select! {
                 biased;
                 next = told.recv() => next,

@@ -2,8 +2,10 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
 };
+
+use super::lock;
 
 #[derive(Default)]
 pub struct Launches {
@@ -17,10 +19,6 @@ pub struct Reservation {
     launches: Arc<Launches>,
     pool: String,
     count: u32,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Launches {

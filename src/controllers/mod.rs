@@ -121,7 +121,7 @@ impl Context {
 
     /// Where EC2 had no capacity a moment ago.
     pub fn shortages(&self) -> MutexGuard<'_, Shortages> {
-        self.shortages.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shortages)
     }
 
     /// How the last launch for a pool went.
@@ -131,6 +131,11 @@ impl Context {
             self.troubles.launched(&key, pool.metadata.generation, trouble);
         }
     }
+}
+
+/// Nothing is ever left half-done under these locks.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// How often everything is read anew, which also judges who has been silent for too long.

@@ -2,11 +2,11 @@
 
 use std::{
     collections::HashMap,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
-use super::pool::Trouble;
+use super::{lock, pool::Trouble};
 
 /// How long a launch that failed speaks for the next one, unless the pool is edited or another launch goes well.
 const LAUNCH_MEMORY: Duration = Duration::from_secs(300);
@@ -20,10 +20,6 @@ pub struct Troubles {
 }
 
 type Launch = (Trouble, Option<i64>, Instant);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 impl Troubles {
     pub fn swept(&self, pool: &str, trouble: Option<Trouble>) {

@@ -9,7 +9,6 @@ use std::{
 };
 
 use jiff::{SignedDuration, Timestamp};
-use sha2::{Digest, Sha256};
 
 use super::{
     board_worker::{self, attempt, claim_uid, is_failed, since, state},
@@ -18,9 +17,10 @@ use super::{
     health::Binding,
     jobs::{JobSeen, JobState},
     labels::{self, LabelSet},
+    names::worker_name,
     supply::{Index, name, takes_jobs},
 };
-use crate::api::{BoardPool, BoardWorker, ClaimReason, Hardware, RunnerClaim, RunnerPool, Worker, WorkerState};
+use crate::api::{BoardPool, BoardWorker, ClaimReason, Hardware, Owner, RunnerClaim, RunnerPool, Worker, WorkerState};
 
 /// The wait after a claim's first failed worker; each further one doubles it.
 const FIRST_RETRY: SignedDuration = SignedDuration::from_secs(5);
@@ -119,6 +119,7 @@ struct Order<'a> {
 /// Where a claim can be served.
 struct Place<'a> {
     pool: PoolKey,
+    owner: &'a Owner,
     board: &'a BoardPool,
     group: Group,
     labels: &'a [String],
@@ -286,7 +287,7 @@ fn place<'a>(claim: &'a RunnerClaim, pool: &RunnerPool, board: &'a BoardPool) ->
     if labels.is_empty() {
         return Err(invalid("the pool serves overrides alone: the claim needs spec.labels"));
     }
-    Ok(Place { pool: pool_key(pool), board, group: (entity, labels.iter().collect()), labels })
+    Ok(Place { pool: pool_key(pool), owner, board, group: (entity, labels.iter().collect()), labels })
 }
 
 /// Whether the pool makes workers at all.
@@ -364,27 +365,12 @@ fn worker(claim: &RunnerClaim, place: &Place<'_>, attempt: u32, prefix: &str) ->
         claim: claim.metadata.name.clone().unwrap_or_default(),
         entity: place.group.0.clone(),
         labels: place.labels.to_vec(),
-        owner: spec.owner.clone().expect("a place has an owner"),
+        owner: place.owner.clone(),
         repository: spec.repository.clone(),
         installation_id: spec.installation_id,
     };
     let name = worker_name(prefix, &place.pool.1, uid, attempt);
     board_worker::worker(name, attempt, claim, &place.pool.1, board)
-}
-
-/// How the names of a cluster's workers begin, and with them those of its runners at GitHub: nobody else's are touched.
-pub fn name_prefix(cluster: &str) -> String {
-    format!("paddock-{}-", digest(cluster, 2))
-}
-
-/// At most 63 characters, which is a pod's host name; GitHub takes 64 for a runner's name.
-fn worker_name(prefix: &str, pool: &str, claim_uid: &str, attempt: u32) -> String {
-    let pool: String = pool.chars().take(36).collect();
-    format!("{prefix}{pool}-{}", digest(&format!("{claim_uid}/{attempt}"), 6))
-}
-
-fn digest(text: &str, bytes: usize) -> String {
-    Sha256::digest(text).iter().take(bytes).map(|byte| format!("{byte:02x}")).collect()
 }
 
 pub fn pool_key(pool: &RunnerPool) -> PoolKey {

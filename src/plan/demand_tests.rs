@@ -299,15 +299,6 @@ fn claims_that_cannot_be_served_say_why() {
     assert_eq!(stage.play(), [waits("a", ClaimReason::NoPoolForLabels)]);
 }
 
-#[test]
-fn names_fit_github_and_dns() {
-    let prefix = name_prefix("production");
-    let name = worker_name(&prefix, &"p".repeat(40), "uid", u32::MAX);
-    assert!(name.starts_with("paddock-") && name.len() <= 63, "{name}");
-    assert_ne!(worker_name(&prefix, "p", "uid", 0), worker_name(&prefix, "p", "uid", 1));
-    assert_ne!(prefix, name_prefix("staging"), "another cluster's runners are not ours");
-}
-
 fn any_claim() -> impl Strategy<Value = (u32, i64, i64)> {
     (1..4u32, 0..4i64, 1..4i64)
 }

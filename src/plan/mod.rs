@@ -13,6 +13,7 @@ pub mod heard;
 pub mod instance;
 pub mod jobs;
 pub mod labels;
+pub mod names;
 pub mod pickup;
 pub mod pod;
 pub mod registration;

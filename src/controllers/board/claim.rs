@@ -20,9 +20,7 @@ use super::{
         objects::{self, Written},
         reference,
     },
-    Board, GIVE_WAY, LOOK_AGAIN, look_again,
-    memory::lock,
-    nudges,
+    Board, GIVE_WAY, LOOK_AGAIN, lock, look_again, nudges,
 };
 use crate::{
     api::{ClaimPhase, Hardware, READY, RunnerClaim, RunnerClaimStatus, RunnerPool, Worker},

@@ -11,8 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     super::{objects, reference},
-    Board, LOOK_AGAIN,
-    memory::lock,
+    Board, LOOK_AGAIN, lock,
 };
 use crate::{
     api::{ClaimReason, RunnerClaim, RunnerPool, Worker},

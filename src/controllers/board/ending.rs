@@ -9,7 +9,7 @@ use kube::{
 };
 use serde_json::json;
 
-use super::{super::objects, LOOK_AGAIN, accounts::AccountError, memory::lock, worker::Life};
+use super::{super::objects, LOOK_AGAIN, accounts::AccountError, lock, worker::Life};
 use crate::{
     api::{ClaimReason, FIELD_MANAGER, Failure, WorkerState},
     effects::{

@@ -4,7 +4,7 @@ use std::{path::PathBuf, sync::Mutex};
 
 use anyhow::{Context, Result};
 
-use super::memory::lock;
+use super::lock;
 use crate::plan::entity::EntityLimits;
 
 pub struct Limits {

@@ -2,14 +2,14 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, HashSet},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::Mutex,
     time::Duration,
 };
 
 use jiff::{SignedDuration, Timestamp};
 use kube::ResourceExt;
 
-use super::accounts::Place;
+use super::{accounts::Place, lock};
 use crate::{
     api::RunnerClaim,
     effects::github::KnownRunner,
@@ -55,11 +55,6 @@ pub struct Memory {
 struct Roster {
     at: Timestamp,
     runners: HashMap<String, Seen>,
-}
-
-/// Nothing is ever left half-done under these locks.
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Memory {

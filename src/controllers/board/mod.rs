@@ -30,20 +30,15 @@ use kube::{
 use tokio::sync::{Notify, Semaphore, SemaphorePermit, broadcast};
 use tokio_util::sync::CancellationToken;
 
-use self::{
-    limits::Limits,
-    memory::{Memory, lock},
-    reservations::Reservations,
-    rush::Rush,
-};
-use super::{Context, reference};
+use self::{limits::Limits, memory::Memory, reservations::Reservations, rush::Rush};
+use super::{Context, lock, reference};
 use crate::{
     api::{BoardPool, RunnerClaim, RunnerPool, Worker},
     plan::{
         board_worker,
-        demand::name_prefix,
         health::{Exam, Known, examine, is_unreachable},
         jobs::{self, JobState},
+        names::name_prefix,
     },
 };
 

@@ -16,8 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     super::{drive, objects, reference},
-    Board, LOOK_AGAIN,
-    memory::lock,
+    Board, LOOK_AGAIN, lock,
 };
 use crate::{
     api::{

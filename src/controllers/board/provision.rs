@@ -7,7 +7,7 @@ use jiff::Timestamp;
 use kube::{ResourceExt, api::PostParams, runtime::controller::Action};
 use secrecy::ExposeSecret;
 
-use super::{super::objects, LOOK_AGAIN, accounts::AccountError, memory::lock, worker::Life};
+use super::{super::objects, LOOK_AGAIN, accounts::AccountError, lock, worker::Life};
 use crate::{
     api::{BoardPool, ClaimReason, FailureReason},
     effects::github::{GitHubError, JitConfig, Removal},
@@ -30,7 +30,6 @@ impl Life<'_> {
         // One that this process has just made has nothing that could be found.
         let fresh = self.worker.uid().is_some_and(|uid| lock(&self.board.memory.fresh).remove(&uid));
         let found = if fresh { None } else { self.secrets().get_opt(&self.name).await? };
-        let mut rush = None;
         let runner = match found {
             Some(secret) if adopted_by(&secret).is_some() => {
                 return match self.pods().get_opt(&self.name).await? {
@@ -44,7 +43,7 @@ impl Life<'_> {
                     Ok(jit) => jit,
                     Err(error) => return self.refused(error).await,
                 };
-                rush = Some(self.board.rush.enter());
+                let _rush = self.board.rush.enter();
                 let secret = secret(self.worker, jit.encoded.expose_secret(), jit.runner_id);
                 let _turn = self.board.turn().await;
                 self.secrets().create(&PostParams::default(), &secret).await.context("cannot make the Secret")?;
@@ -52,10 +51,10 @@ impl Life<'_> {
             }
         };
         let made = {
+            let _rush = self.board.rush.enter();
             let _turn = self.board.turn().await;
             self.pods().create(&PostParams::default(), &pod(self.worker, pool, runner)).await
         };
-        drop(rush);
         match made {
             // It shows in the cache, and then it gets its Secret.
             Ok(_) => Ok(Action::requeue(SHOWING)),

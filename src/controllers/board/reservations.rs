@@ -9,7 +9,7 @@ use std::{
 use anyhow::Result;
 use kube::{Api, Client, ResourceExt, runtime::reflector::ObjectRef};
 
-use super::memory::lock;
+use super::lock;
 use crate::{api::Worker, stores::Watched};
 
 /// A cache is seldom later than this; what it does not show by then is asked for.

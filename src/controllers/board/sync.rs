@@ -19,7 +19,7 @@ use super::{
     Board, LOOK_AGAIN,
     accounts::{Account, AccountError, Place},
     demand::until,
-    memory::lock,
+    lock,
 };
 use crate::{
     api::{BoardPool, Runner, RunnerClaim, RunnerPool, Worker},

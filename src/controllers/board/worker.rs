@@ -31,9 +31,7 @@ use super::{
     },
     Board, GIVE_WAY, LOOK_AGAIN,
     accounts::AccountError,
-    look_again,
-    memory::lock,
-    nudges,
+    lock, look_again, nudges,
 };
 use crate::{
     api::{
