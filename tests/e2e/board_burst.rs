@@ -128,7 +128,12 @@ impl<'a> Fleet<'a> {
         Ok(self.world.api::<RunnerClaim>(&self.namespace).list(&ListParams::default()).await?.items)
     }
 
-    /// Waits until every job is done and its claim knows it.
+    async fn workers(&self) -> Result<Vec<Worker>> {
+        Ok(self.world.api::<Worker>(&self.namespace).list(&ListParams::default()).await?.items)
+    }
+
+    /// Waits until every job is done and its claim and all workers know it: a claim whose job another one's worker ran may be
+    /// Completed before its own worker is.
     async fn until_done(&self, nodes: usize, jobs: &[u64]) -> Result<()> {
         let github = &self.world.stage.github;
         let done = |job: &u64| github.job(*job).is_some_and(|job| job.conclusion == Some(Conclusion::Success));
@@ -136,6 +141,11 @@ impl<'a> Fleet<'a> {
         self.until(nodes, "every claim is Completed", async || {
             let phase = |claim: &RunnerClaim| claim.status.as_ref().and_then(|status| status.phase);
             Ok(self.claims().await?.iter().all(|claim| phase(claim) == Some(ClaimPhase::Completed)))
+        })
+        .await?;
+        self.until(nodes, "every worker is Completed", async || {
+            let state = |worker: &Worker| worker.status.as_ref().and_then(|status| status.state);
+            Ok(self.workers().await?.iter().all(|worker| state(worker) == Some(WorkerState::Completed)))
         })
         .await
     }
@@ -145,12 +155,8 @@ impl<'a> Fleet<'a> {
     async fn check(&self, jobs: &[u64]) -> Result<()> {
         let claims = self.claims().await?;
         ensure!(claims.len() == jobs.len(), "{} claims for {} jobs", claims.len(), jobs.len());
-        let workers = self.world.api::<Worker>(&self.namespace).list(&ListParams::default()).await?.items;
+        let workers = self.workers().await?;
         ensure!(workers.len() == jobs.len(), "{} workers for {} jobs", workers.len(), jobs.len());
-        for worker in &workers {
-            let state = worker.status.as_ref().and_then(|status| status.state);
-            ensure!(state == Some(WorkerState::Completed), "{}: {:?}", worker.name_any(), worker.status);
-        }
         for job in jobs {
             ensure!(claims.iter().any(|claim| claim.name_any() == format!("job-{job}")), "job {job} has no claim");
         }
