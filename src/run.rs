@@ -6,6 +6,7 @@ use anyhow::{Context as _, Result, bail};
 use kube::{Client, Config, client::ClientBuilder};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
+use tower::limit::ConcurrencyLimitLayer;
 
 use crate::{
     controllers::{self, Context, intake::Intake},
@@ -22,6 +23,9 @@ const SHUTDOWN_GRACE: Duration = Duration::from_secs(20);
 
 /// How long the API server may take to answer a controller.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Requests to the API server at a time, of webhooks and of controllers each: every one has a connection, which takes memory
+/// on both sides for a while, and more at once are not answered sooner.
+const REQUESTS: usize = 32;
 /// How long open connections may go on after that.
 const SERVER_GRACE: Duration = Duration::from_secs(2);
 
@@ -60,7 +64,10 @@ async fn operate(settings: Settings) -> Result<()> {
     // It watches nothing, so no answer takes long; a reconciliation must not hang on one that never comes.
     let mut config = config;
     config.read_timeout = Some(WRITE_TIMEOUT);
-    let fenced = ClientBuilder::try_from(config)?.with_layer(&fence).build();
+    let few = ConcurrencyLimitLayer::new(REQUESTS);
+    let hooks_client = ClientBuilder::try_from(config.clone())?.with_layer(&few).build();
+    // The fence comes last: a request that waited its turn is asked for when it is sent.
+    let fenced = ClientBuilder::try_from(config)?.with_layer(&fence).with_layer(&few).build();
 
     let stop = CancellationToken::new();
     tokio::spawn(stop_on_signal(stop.clone())?);
@@ -70,10 +77,11 @@ async fn operate(settings: Settings) -> Result<()> {
         .await
         .with_context(|| format!("cannot listen on {}; choose another address with --listen", settings.listen))?;
     tracing::info!(address = %listener.local_addr()?, version = env!("CARGO_PKG_VERSION"), "serving");
-    let intake = Intake::start(client.clone(), stores.clone());
+    let intake = Intake::start(hooks_client, stores.clone());
     let hooks = web::Hooks::new(settings.webhook_secret_file.clone(), intake.clone(), metrics.clone());
     let pages = web::router(stores.clone(), metrics.clone(), hooks);
-    let server = axum::serve(listener, pages).with_graceful_shutdown(stop.clone().cancelled_owned());
+    let server =
+        axum::serve(listener, pages.into_make_service()).with_graceful_shutdown(stop.clone().cancelled_owned());
     let server = tokio::spawn(server.into_future());
 
     tokio::select! {

@@ -1,6 +1,6 @@
 //! One watch and one cache per kind, shared by every controller and page.
 
-use std::{fmt::Debug, mem::take, sync::Arc};
+use std::{fmt::Debug, mem::take, sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt, stream};
 use k8s_openapi::api::core::v1::{Container, Node, NodeStatus, Pod, PodSpec};
@@ -14,12 +14,22 @@ use kube::{
     },
 };
 use serde::de::DeserializeOwned;
-use tokio::sync::{
-    broadcast::{self, error::RecvError},
-    watch,
+use tokio::{
+    sync::{
+        broadcast::{self, error::RecvError},
+        watch,
+    },
+    time::Instant,
 };
 
-use crate::api::{APP, LABEL_APP, RunnerClaim, RunnerPool, Worker};
+use crate::api::{APP, ClaimPhase, LABEL_APP, RunnerClaim, RunnerPool, Worker, WorkerState};
+
+/// Objects in one answer when everything is read: a larger one takes memory that is not given back.
+const PAGE: u32 = 100;
+/// How fast a subscriber is told of what is over and was there before: nobody waits for that, and all at once it would take
+/// memory that is never given back.
+const OLD_AT_ONCE: usize = 100;
+const OLD_PAUSE: Duration = Duration::from_millis(10);
 
 /// Changes a slow subscriber may fall behind by before it is shown everything anew. Each is kept in memory until as many
 /// came after it.
@@ -29,11 +39,12 @@ const BACKLOG: usize = 256;
 pub struct Watched<K: Resource<DynamicType = ()> + Clone + 'static> {
     pub store: Store<K>,
     changes: broadcast::Sender<Arc<K>>,
+    is_over: fn(&K) -> bool,
 }
 
 impl<K: Resource<DynamicType = ()> + Clone + 'static> Clone for Watched<K> {
     fn clone(&self) -> Self {
-        Self { store: self.store.clone(), changes: self.changes.clone() }
+        Self { store: self.store.clone(), changes: self.changes.clone(), is_over: self.is_over }
     }
 }
 
@@ -41,13 +52,14 @@ impl<K> Watched<K>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
 {
-    /// Starts watching; the watch ends with the runtime. `trim` drops what nobody here reads.
-    fn start(api: Api<K>, config: watcher::Config, trim: fn(&mut K)) -> Self {
+    /// Starts watching; the watch ends with the runtime. `trim` drops what nobody here reads; what `is_over` has nothing left
+    /// to be done.
+    fn start(api: Api<K>, config: watcher::Config, trim: fn(&mut K), is_over: fn(&K) -> bool) -> Self {
         let (store, writer) = reflector::store();
         let changes = broadcast::Sender::new(BACKLOG);
         let (sender, shown) = (changes.clone(), store.clone());
         let trim_all = move |object: &mut K| {
-            object.managed_fields_mut().clear();
+            object.meta_mut().managed_fields = None;
             trim(object);
         };
         let events = watcher(api, config).default_backoff().modify(trim_all).reflect(writer);
@@ -70,24 +82,40 @@ where
             }
             std::future::ready(())
         }));
-        Self { store, changes }
+        Self { store, changes, is_over }
     }
 
-    /// Every object there is, then each one that changes or goes. The cache always shows at least what the stream
-    /// has told. A subscriber that fell behind is told of every object again.
+    /// Every object there is, those that are over bit by bit, and each one that changes or goes. The cache always shows at
+    /// least what the stream has told. A subscriber that fell behind is told of every object again.
     pub fn stream(&self) -> impl Stream<Item = Arc<K>> + Send + use<K> {
-        let store = self.store.clone();
         let changes = self.changes.subscribe();
-        let first = stream::iter(store.state());
-        let then = stream::unfold((changes, store), |(mut changes, store)| async move {
-            let batch = match changes.recv().await {
-                Ok(object) => vec![object],
-                Err(RecvError::Lagged(_)) => store.state(),
-                Err(RecvError::Closed) => return None,
+        let (old, open) = self.split();
+        let start = (changes, old, Instant::now(), self.clone());
+        let told = stream::unfold(start, |(mut changes, mut old, mut next, all)| async move {
+            let batch = tokio::select! {
+                biased;
+                change = changes.recv() => match change {
+                    Ok(object) => vec![object],
+                    Err(RecvError::Lagged(_)) => {
+                        let (again, open) = all.split();
+                        old = again;
+                        open
+                    }
+                    Err(RecvError::Closed) => return None,
+                },
+                () = tokio::time::sleep_until(next), if !old.is_empty() => {
+                    next = Instant::now() + OLD_PAUSE;
+                    old.split_off(old.len().saturating_sub(OLD_AT_ONCE))
+                }
             };
-            Some((stream::iter(batch), (changes, store)))
+            Some((stream::iter(batch), (changes, old, next, all)))
         });
-        first.chain(then.flatten())
+        stream::iter(open).chain(told.flatten())
+    }
+
+    /// What is over, and what is not.
+    fn split(&self) -> (Vec<Arc<K>>, Vec<Arc<K>>) {
+        self.store.state().into_iter().partition(|object| (self.is_over)(object))
     }
 }
 
@@ -105,15 +133,15 @@ pub struct Stores {
 
 impl Stores {
     pub fn start(client: &Client, namespace: Option<&str>) -> Self {
-        let all = watcher::Config::default;
+        let all = || watcher::Config::default().page_size(PAGE);
         let (pools, claims, workers) = (
-            Watched::<RunnerPool>::start(scoped(client, namespace), all(), forget_applied),
-            Watched::<RunnerClaim>::start(scoped(client, namespace), all(), forget_applied),
-            Watched::<Worker>::start(scoped(client, namespace), all(), |_| ()),
+            Watched::<RunnerPool>::start(scoped(client, namespace), all(), forget_applied, |_| false),
+            Watched::<RunnerClaim>::start(scoped(client, namespace), all(), trim_claim, is_claim_over),
+            Watched::<Worker>::start(scoped(client, namespace), all(), trim_worker, is_worker_over),
         );
         let runners = all().labels(&format!("{LABEL_APP}={APP}"));
-        let pods = Watched::<Pod>::start(scoped(client, namespace), runners, trim_pod);
-        let nodes = Watched::<Node>::start(Api::all(client.clone()), all(), trim_node);
+        let pods = Watched::<Pod>::start(scoped(client, namespace), runners, trim_pod, |_| false);
+        let nodes = Watched::<Node>::start(Api::all(client.clone()), all(), trim_node, |_| false);
         // One task waits for all: a store wakes only the last one who waits for it.
         let (filling, filled) = watch::channel(false);
         let stores = Self { pools, claims, workers, pods, nodes, filled };
@@ -151,6 +179,30 @@ impl Stores {
 /// What `kubectl apply` leaves of the object it applied, as text.
 fn forget_applied<K: Resource>(object: &mut K) {
     object.annotations_mut().remove("kubectl.kubernetes.io/last-applied-configuration");
+}
+
+/// Labels are for those who look for claims; plans go by the spec.
+fn trim_claim(claim: &mut RunnerClaim) {
+    forget_applied(claim);
+    claim.metadata.labels = None;
+}
+
+/// The same; those of machines are compared with what they should be.
+fn trim_worker(worker: &mut Worker) {
+    if worker.spec.board.is_some() {
+        worker.metadata.labels = None;
+    }
+}
+
+fn is_claim_over(claim: &RunnerClaim) -> bool {
+    let phase = claim.status.as_ref().and_then(|status| status.phase);
+    phase.is_some_and(ClaimPhase::is_over) && claim.metadata.deletion_timestamp.is_none()
+}
+
+/// A worker with a finalizer may still have a runner.
+fn is_worker_over(worker: &Worker) -> bool {
+    let state = worker.status.as_ref().and_then(|status| status.state);
+    state.is_some_and(WorkerState::is_over) && worker.finalizers().is_empty()
 }
 
 /// Of a pod, who and where it is, what it asks for and how it fares.
@@ -192,9 +244,35 @@ where
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
+    use kube::api::ObjectMeta;
     use serde_json::json;
 
     use super::*;
+
+    #[tokio::test]
+    async fn what_is_over_is_told_bit_by_bit_and_holds_nothing_up() {
+        let (store, mut writer) = reflector::store();
+        let node = |name: &str| Node {
+            metadata: ObjectMeta { name: Some(name.into()), ..ObjectMeta::default() },
+            ..Node::default()
+        };
+        writer.apply_watcher_event(&watcher::Event::Init);
+        let old: Vec<_> = (0..3 * OLD_AT_ONCE).map(|number| node(&format!("old-{number}"))).collect();
+        for node in old.iter().cloned().chain([node("open")]) {
+            writer.apply_watcher_event(&watcher::Event::InitApply(node));
+        }
+        writer.apply_watcher_event(&watcher::Event::InitDone);
+        let is_over = |node: &Node| node.name_any().starts_with("old");
+        let nodes = Watched { store, changes: broadcast::Sender::new(BACKLOG), is_over };
+        let told = nodes.stream();
+        nodes.changes.send(Arc::new(node("changed"))).unwrap();
+        let told: Vec<_> = told.take(old.len() + 2).map(|node| node.name_any()).collect().await;
+        assert_eq!(told[..2], ["open", "changed"]);
+        let told: HashSet<_> = told.into_iter().collect();
+        assert!(old.iter().all(|node| told.contains(&node.name_any())));
+    }
 
     #[test]
     fn a_trimmed_pod_keeps_what_plans_read() {

@@ -95,6 +95,11 @@ impl Cloud {
         Ok(())
     }
 
+    pub async fn delete_table(&self) -> Result<()> {
+        self.dynamodb.delete_table().table_name(&self.table).send().await?;
+        Ok(())
+    }
+
     /// The ids that a queue offers, from its visible messages, which stay there.
     pub async fn offers(&self, queue: &str) -> Result<BTreeSet<String>> {
         let mut ids = BTreeSet::new();

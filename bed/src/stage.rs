@@ -195,6 +195,10 @@ impl Stage {
     }
 }
 
+/// How the chart has the operator's memory kept.
+pub const MEMORY: [(&str, &str); 3] =
+    [("MALLOC_ARENA_MAX", "1"), ("MALLOC_MMAP_THRESHOLD_", "65536"), ("MALLOC_TRIM_THRESHOLD_", "65536")];
+
 /// A running `paddock run`; killed when dropped.
 pub struct Operator {
     process: Process,
@@ -203,7 +207,8 @@ pub struct Operator {
 
 impl Operator {
     /// Starts `paddock run`, told to listen at `address`, and waits until it answers.
-    pub async fn start(name: &str, command: Command, log_dir: &Path, address: SocketAddr) -> Result<Self> {
+    pub async fn start(name: &str, mut command: Command, log_dir: &Path, address: SocketAddr) -> Result<Self> {
+        command.envs(MEMORY);
         let mut operator = Self { process: Process::spawn(name, command, log_dir)?, address };
         let url = format!("{}/readyz", operator.url());
         let ready = async || reqwest::get(&url).await.is_ok_and(|answer| answer.status().is_success());

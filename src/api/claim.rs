@@ -268,7 +268,7 @@ pub struct RunnerClaimStatus {
     /// The order for new machines, written before it is sent: whoever takes over after a crash repeats it with the
     /// same token and gets the same machines.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub fleet: Option<FleetOrder>,
+    pub fleet: Option<Box<FleetOrder>>,
 
     /// The runner that took the job, as GitHub says; it may be another than the one made for it.
     #[serde(skip_serializing_if = "Option::is_none")]

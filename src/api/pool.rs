@@ -114,7 +114,7 @@ pub struct RunnerPoolStatus {
     /// The order for machines to be kept warm, from before it is sent until its machines are on record: whoever takes over
     /// after a crash repeats it and gets the same machines.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub fleet: Option<FleetOrder>,
+    pub fleet: Option<Box<FleetOrder>>,
 
     /// `Ready` says whether the pool can serve claims, and why not.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -115,6 +115,12 @@ pub struct BoardWorker {
     /// The claim that the pod was made for.
     #[schemars(length(max = 63), regex(pattern = pattern::DNS_SUBDOMAIN))]
     pub claim: String,
+    /// The claim's uid, which tells it from another one of the same name.
+    #[schemars(length(min = 1, max = 63))]
+    pub claim_uid: String,
+    /// Which of its claim's workers it is, from 1.
+    #[schemars(range(min = 1))]
+    pub attempt: u32,
     /// Whom limits count for: the organisation's number, or the repository's for a personal account.
     #[schemars(length(max = 63), regex(pattern = pattern::LABEL_VALUE))]
     pub entity: String,
@@ -229,7 +235,7 @@ pub struct WorkerStatus {
 
     /// Why it failed.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub failure: Option<Failure>,
+    pub failure: Option<Box<Failure>>,
 
     /// `Ready` says whether a job can run on it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -167,7 +167,7 @@ fn worker_status(tracked: &Tracked, pool: &Ec2Pool, old: Option<&WorkerStatus>) 
         heartbeat: if ended { None } else { heartbeat(tracked, pool, old) },
         runner: None,
         claims_served: record.claims,
-        failure: failure(record),
+        failure: failure(record).map(Box::new),
         ..WorkerStatus::default()
     };
     if matches!(record.state, State::Running | State::Claimed) && !record.run_id.is_empty() {

@@ -44,7 +44,7 @@ use self::{
     launches::Launches,
     offers::Offers,
     pickup::Pickups,
-    pool::Trouble,
+    pool::{Trouble, prepare_timer},
     timers::Timers,
     troubles::Troubles,
 };
@@ -80,6 +80,8 @@ pub struct Context {
     pub offers: Offers,
     pub runs: Runs,
     pub tokens: Tokens,
+    /// Held by each claim that is being provided for.
+    pub claims_under_way: Arc<()>,
     shortages: Mutex<Shortages>,
     pub events: Events,
 }
@@ -109,6 +111,7 @@ impl Context {
             offers: Offers::default(),
             runs: Runs::default(),
             tokens: Tokens::default(),
+            claims_under_way: Arc::default(),
             shortages: Mutex::new(Shortages::new(settings.capacity_memory)),
             events: Events::new(client.clone()),
             settings,
@@ -158,6 +161,8 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
                 .await
             {
                 tracing::warn!(%error, "the records could not be gone through");
+                // The table may be gone: every pool sees to it at its next look, and says what is wrong.
+                context.stores.pools.store.state().iter().for_each(|pool| context.timers.reset(&prepare_timer(pool)));
             }
         }
     };

@@ -15,9 +15,14 @@ use crate::{api::RunnerClaim, plan::retention::is_outdated};
 /// How often claims are gone through, unless they stay for less than ten times that.
 const PERIOD: Duration = Duration::from_secs(60);
 
+/// How often to look for what is outdated.
+pub fn period(retention: Duration) -> Duration {
+    PERIOD.min(retention / 10).max(Duration::from_secs(1))
+}
+
 pub async fn run(context: Arc<Context>, stop: CancellationToken) {
     let retention = context.settings.retention;
-    let period = PERIOD.min(retention / 10).max(Duration::from_secs(1));
+    let period = period(retention);
     let retention = SignedDuration::try_from(retention).unwrap_or(SignedDuration::MAX);
     loop {
         tokio::select! {

@@ -14,10 +14,6 @@ use crate::api::{
     LABEL_ENTITY, LABEL_POOL, READY, RunnerClaim, Worker, WorkerSpec, WorkerState, clip,
 };
 
-/// The label that tells a claim's workers from those of an earlier claim of the same name.
-pub const LABEL_CLAIM_UID: &str = "paddock.dev/claim-uid";
-/// The label that numbers a claim's workers, from 1.
-pub const LABEL_ATTEMPT: &str = "paddock.dev/attempt";
 /// As many failed workers of an open claim are kept: enough for the longest wait before the next one.
 pub const FAILURES_KEPT: usize = 8;
 /// How long a kubelet may take to end a pod whose deadline has come.
@@ -27,19 +23,11 @@ const ENDING: SignedDuration = SignedDuration::from_mins(1);
 /// is none, so that a finished worker is a mere record.
 ///
 /// It has no owner: a claim that is deleted must leave a busy worker alone, and a finished one is kept for its logs.
-pub fn worker(name: String, attempt: u32, claim: &RunnerClaim, pool: &str, board: BoardWorker) -> Worker {
-    let attempt = attempt.to_string();
-    let labels = [
-        (LABEL_POOL, pool),
-        (LABEL_CLAIM, &board.claim),
-        (LABEL_ENTITY, &board.entity),
-        (LABEL_CLAIM_UID, claim.metadata.uid.as_deref().unwrap_or_default()),
-        (LABEL_ATTEMPT, &attempt),
-    ];
+pub fn worker(name: String, claim: &RunnerClaim, pool: &str, board: BoardWorker) -> Worker {
     let metadata = ObjectMeta {
         name: Some(name),
         namespace: claim.metadata.namespace.clone(),
-        labels: Some(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into()),
+        labels: Some(labels(pool, &board)),
         finalizers: Some(vec![FINALIZER.into()]),
         ..ObjectMeta::default()
     };
@@ -47,27 +35,26 @@ pub fn worker(name: String, attempt: u32, claim: &RunnerClaim, pool: &str, board
     Worker { metadata, spec, status: None }
 }
 
+/// By which people find workers, and what is made for them.
+pub fn labels(pool: &str, board: &BoardWorker) -> BTreeMap<String, String> {
+    let labels = [(LABEL_POOL, pool), (LABEL_CLAIM, &board.claim), (LABEL_ENTITY, &board.entity)];
+    labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into()
+}
+
 /// Whether the worker was made for exactly this claim.
 pub fn serves(worker: &Worker, claim: &RunnerClaim) -> bool {
     let uid = claim_uid(worker);
-    worker.metadata.namespace == claim.metadata.namespace
-        && worker.spec.board.as_ref().is_some_and(|board| Some(&board.claim) == claim.metadata.name.as_ref())
-        && uid.is_some()
-        && uid == claim.metadata.uid.as_deref()
+    uid.is_some() && uid == claim.metadata.uid.as_deref()
 }
 
 /// The claim that the worker was made for.
 pub fn claim_uid(worker: &Worker) -> Option<&str> {
-    label(&worker.metadata.labels, LABEL_CLAIM_UID)
+    worker.spec.board.as_ref().map(|board| board.claim_uid.as_str())
 }
 
 /// Which of its claim's workers it is.
 pub fn attempt(worker: &Worker) -> u32 {
-    label(&worker.metadata.labels, LABEL_ATTEMPT).and_then(|text| text.parse().ok()).unwrap_or(0)
-}
-
-fn label<'a>(labels: &'a Option<BTreeMap<String, String>>, key: &str) -> Option<&'a str> {
-    labels.as_ref()?.get(key).map(String::as_str)
+    worker.spec.board.as_ref().map_or(0, |board| board.attempt)
 }
 
 /// A worker that nobody has looked at yet is pending.
@@ -224,7 +211,8 @@ fn after(worker: &Worker, view: &View<'_>, keep: Keep, now: Timestamp) -> Step {
         Some(_) => due(keep.pod.after(end), Step::DeletePod),
         // An open claim still counts what its workers have done.
         None if view.claim == ClaimView::Open => Step::Rest(None),
-        None => due(keep.record.after(end), Step::Forget),
+        None if now < keep.record.after(end) => Step::Rest(None),
+        None => Step::Forget,
     }
 }
 

@@ -363,6 +363,8 @@ fn worker(claim: &RunnerClaim, place: &Place<'_>, attempt: u32, prefix: &str) ->
     let spec = &claim.spec;
     let board = BoardWorker {
         claim: claim.metadata.name.clone().unwrap_or_default(),
+        claim_uid: uid.to_owned(),
+        attempt,
         entity: place.group.0.clone(),
         labels: place.labels.to_vec(),
         owner: place.owner.clone(),
@@ -370,7 +372,7 @@ fn worker(claim: &RunnerClaim, place: &Place<'_>, attempt: u32, prefix: &str) ->
         installation_id: spec.installation_id,
     };
     let name = worker_name(prefix, &place.pool.1, uid, attempt);
-    board_worker::worker(name, attempt, claim, &place.pool.1, board)
+    board_worker::worker(name, claim, &place.pool.1, board)
 }
 
 pub fn pool_key(pool: &RunnerPool) -> PoolKey {

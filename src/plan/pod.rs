@@ -13,6 +13,7 @@ use k8s_openapi::{
     },
 };
 
+use super::board_worker;
 use crate::api::{APP, BoardPool, GROUP, LABEL_APP, LABEL_BOARD, VERSION, Worker};
 
 /// The Secret's one key.
@@ -24,7 +25,7 @@ const CONTAINER: &str = "runner";
 /// The pod has its worker's name, and reads the JIT config from a Secret of that name: it is nowhere in its own text.
 pub fn pod(worker: &Worker, pool: &BoardPool, runner_id: Option<i64>) -> Pod {
     let name = worker.metadata.name.clone().unwrap_or_default();
-    let mut labels = worker.metadata.labels.clone().unwrap_or_default();
+    let mut labels = labels(worker);
     labels.insert(LABEL_APP.into(), APP.into());
     labels.insert(LABEL_BOARD.into(), pool.board.clone());
     let mut node_selector = pool.node_selector.clone();
@@ -81,13 +82,18 @@ pub fn pod(worker: &Worker, pool: &BoardPool, runner_id: Option<i64>) -> Pod {
     }
 }
 
+/// Those of the worker.
+fn labels(worker: &Worker) -> BTreeMap<String, String> {
+    worker.spec.board.as_ref().map(|board| board_worker::labels(&worker.spec.pool, board)).unwrap_or_default()
+}
+
 /// The Secret, as it is made before the pod: its worker owns it until [`adoption`].
 pub fn secret(worker: &Worker, jit_config: &str, runner_id: i64) -> Secret {
     Secret {
         metadata: ObjectMeta {
             name: worker.metadata.name.clone(),
             namespace: worker.metadata.namespace.clone(),
-            labels: worker.metadata.labels.clone(),
+            labels: Some(labels(worker)),
             annotations: Some(annotations(runner_id)),
             owner_references: Some(vec![owned_by_worker(worker)]),
             ..ObjectMeta::default()
@@ -151,14 +157,17 @@ mod tests {
                 "ephemeralStorage": {"request": "40Gi", "limit": "90Gi"},
             }}}),
         );
-        let worker = with(&board_worker("w", "p", "c"), json!({"metadata": {"labels": {"paddock.dev/claim": "c"}}}));
+        let worker = board_worker("w", "p", "c");
         assert_eq!(
             json!(pod(&worker, board(&pool), Some(7))),
             json!({
                 "apiVersion": "v1", "kind": "Pod",
                 "metadata": {
                     "name": "w", "namespace": "default", "annotations": {"paddock.dev/runner-id": "7"},
-                    "labels": {"app": "rise-riscv-runner", "riseproject.dev/board": "b", "paddock.dev/claim": "c"},
+                    "labels": {
+                        "app": "rise-riscv-runner", "riseproject.dev/board": "b",
+                        "paddock.dev/pool": "p", "paddock.dev/claim": "c", "paddock.dev/entity": "1",
+                    },
                     "ownerReferences": [{
                         "apiVersion": "paddock.dev/v1alpha1", "kind": "Worker", "name": "w", "uid": "worker-w", "controller": true,
                     }],

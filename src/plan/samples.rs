@@ -71,7 +71,7 @@ pub fn board_worker(name: &str, pool: &str, claim: &str) -> Worker {
         "apiVersion": "paddock.dev/v1alpha1", "kind": "Worker",
         "metadata": {"name": name, "namespace": "default", "uid": format!("worker-{name}"), "finalizers": ["paddock.dev/release"]},
         "spec": {"pool": pool, "board": {
-            "claim": claim, "entity": "1", "labels": ["rv"],
+            "claim": claim, "claimUid": format!("uid-{claim}"), "attempt": 1, "entity": "1", "labels": ["rv"],
             "owner": {"id": 1, "login": "acme", "type": "Organization"},
         }},
     }))

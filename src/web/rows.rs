@@ -36,7 +36,7 @@ pub struct WorkerRow {
     pub run_id: Option<String>,
     pub location: Option<String>,
     pub created: Option<Timestamp>,
-    pub failure: Option<Failure>,
+    pub failure: Option<Box<Failure>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -15,7 +15,7 @@ use axum::{
     extract::State,
     http::{
         HeaderMap, StatusCode,
-        header::{CONTENT_LENGTH, CONTENT_TYPE},
+        header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE},
     },
     response::{IntoResponse, Response},
 };
@@ -37,6 +37,9 @@ const LONGEST: usize = 4 << 20;
 const GITHUBS_LONGEST: usize = 25 << 20;
 /// How much memory all bodies that are being read may take together.
 const ROOM: usize = 32 << 20;
+/// Deliveries at a time beyond which each takes its connection along: GitHub makes one for each, and one that idles takes
+/// memory.
+const CROWD: usize = 64;
 /// How long one delivery may take; GitHub waits for 10 s.
 const DEADLINE: Duration = Duration::from_secs(8);
 /// How often the same complaint is logged; metrics count them all.
@@ -49,6 +52,8 @@ pub struct Hooks {
     /// In KiB.
     room: Semaphore,
     complaints: Mutex<HashMap<&'static str, Instant>>,
+    /// Held by each delivery that is under way.
+    under_way: Arc<()>,
 }
 
 /// Why a delivery was not even read.
@@ -106,7 +111,8 @@ impl Refusal {
 impl Hooks {
     pub fn new(secret_file: Option<PathBuf>, intake: Intake, metrics: Metrics) -> Self {
         let secrets = Secrets::new(secret_file);
-        Self { secrets, intake, metrics, room: Semaphore::new(ROOM >> 10), complaints: Mutex::default() }
+        let room = Semaphore::new(ROOM >> 10);
+        Self { secrets, intake, metrics, room, complaints: Mutex::default(), under_way: Arc::default() }
     }
 
     /// The body, once it is known to be signed, and the room it takes.
@@ -166,7 +172,7 @@ async fn sent(length: usize, body: Body) -> Refusal {
 }
 
 pub async fn receive(State(hooks): State<Arc<Hooks>>, headers: HeaderMap, body: Body) -> Response {
-    let start = Instant::now();
+    let (start, under_way) = (Instant::now(), hooks.under_way.clone());
     let taken = tokio::time::timeout(DEADLINE, hooks.take(&headers, body)).await.unwrap_or(Err(Refusal::Slow));
     let (status, (outcome, reason), answer) = match taken {
         Ok(outcome) => {
@@ -184,7 +190,8 @@ pub async fn receive(State(hooks): State<Arc<Hooks>>, headers: HeaderMap, body: 
     };
     hooks.metrics.webhooks.get_or_create(&WebhookLabel { source: "http", outcome, reason }).inc();
     hooks.metrics.webhook_seconds.observe(start.elapsed().as_secs_f64());
-    (status, answer + "\n").into_response()
+    let crowded = Arc::strong_count(&under_way) > CROWD + 1;
+    (status, crowded.then_some([(CONNECTION, "close")]), answer + "\n").into_response()
 }
 
 /// The answer, which a person may read in GitHub's log of deliveries.

@@ -155,7 +155,7 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
         slots: Some(Slots::new(4, 3)),
         queues: vec![Queue { resource_class: "small".into(), url: "http://127.0.0.1/queue".into() }],
         launch_template: Some(LaunchTemplate { id: "lt-01234567".into(), version: 3, digest: Some("d".into()) }),
-        fleet: Some(fleet.clone()),
+        fleet: Some(fleet.clone().into()),
         conditions: ready(PoolReason::Ready.as_str()),
         observed_generation: Some(1),
     };
@@ -170,7 +170,7 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
                 source: WorkerSource::Created,
             })
             .collect(),
-        fleet: Some(fleet),
+        fleet: Some(fleet.into()),
         runner: Some(Runner { id: Some(1), name: "runner".into() }),
         retry_at: time(),
         conditions: ready(ClaimReason::Ready.as_str()),
@@ -193,7 +193,7 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
         heartbeat: Some(Heartbeat { state: HeartbeatState::Stale, since: Time(now) }),
         runner: Some(Runner { id: None, name: "runner".into() }),
         claims_served: 3,
-        failure: Some(Failure {
+        failure: Some(Box::new(Failure {
             reason: FailureReason::PodFailed,
             message: api::clip(&"m".repeat(10_000), api::FAILURE_MESSAGE_MAX),
             containers: vec![ContainerEnd {
@@ -204,7 +204,7 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
             }],
             events: vec![PodEvent { at: time(), reason: "Killing".into(), message: "m".into(), count: 2 }],
             log_tail: Some(api::clip(&"\u{0}ü$(x)\n".repeat(10_000), api::LOG_TAIL_MAX)),
-        }),
+        })),
         conditions: ready("Ready"),
         observed_generation: Some(1),
         ..Default::default()

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::{boards::Boards, support::World};
 
 fn failure(worker: Worker) -> Result<Failure> {
-    worker.status.and_then(|status| status.failure).context("a failed worker says why")
+    worker.status.and_then(|status| status.failure).map(|failure| *failure).context("a failed worker says why")
 }
 
 async fn pod_phase(boards: &Boards<'_>, name: &str) -> Result<Option<String>> {

@@ -200,6 +200,24 @@ pub async fn i12_a_throttled_table_slows_a_claim_and_breaks_nothing(world: &Worl
     linux.clean_up().await
 }
 
+/// A table that somebody deleted is made anew. Machines that nothing is known of end, and others take their place.
+pub async fn i2_a_deleted_table_is_made_anew(world: &World) -> Result<()> {
+    let linux = Linux::new(world, json!({ "minIdle": 1, "maxInstances": 3 })).await?;
+    let forgotten = linux.the(State::Idle).await?;
+    linux.cloud.delete_table().await?;
+    let replaced = async || {
+        // There may be no table to ask.
+        let idle = linux.ids(State::Idle).await.unwrap_or_default();
+        Ok(idle.iter().any(|id| *id != forgotten))
+    };
+    world.until_true("another machine is warm", replaced).await?;
+    linux.until_gone_at_ec2(&forgotten).await?;
+    linux.claim("build", "8696", json!({})).await?;
+    linux.until_phase("build", ClaimPhase::Ready).await?;
+    linux.release("build").await?;
+    linux.clean_up().await
+}
+
 /// What somebody removed at AWS is made again: queue, launch template, the record of an idle machine.
 pub async fn drift_at_aws_is_repaired(world: &World) -> Result<()> {
     let linux = Linux::new(world, json!({ "minIdle": 1, "maxInstances": 3 })).await?;

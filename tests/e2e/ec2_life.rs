@@ -199,6 +199,8 @@ pub async fn a_pool_says_what_is_wrong_with_it_until_it_is_mended(world: &World)
     said("InvalidSpec", "check spec.ec2.amiId").await?;
     linux.set(json!({ "minIdle": 1, "securityGroupIds": ["sg-0123abcd"] })).await?;
     said("InvalidSpec", "check spec.ec2.securityGroupIds").await?;
+    linux.set(json!({ "minIdle": 1, "instanceProfile": "mistyped" })).await?;
+    said("InvalidSpec", "check spec.ec2.instanceProfile").await?;
     let denied = Rule::on(Service::Ec2, "CreateFleet", Effect::error("UnauthorizedOperation"));
     let denied = linux.fault(denied.containing(&linux.key()));
     linux.set(json!({ "minIdle": 1 })).await?;

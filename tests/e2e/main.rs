@@ -166,6 +166,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2_end::i11_a_claim_goes_without_its_credentials,
         ec2_pool::i1_ten_claims_of_ten_race_for_a_hundred_idle_machines,
         ec2_faults::i12_a_throttled_table_slows_a_claim_and_breaks_nothing,
+        ec2_faults::i2_a_deleted_table_is_made_anew,
         webhook::webhooks_lost_while_nobody_listens_are_found,
         webhook::webhooks_wait_for_the_api_server,
         board_burst::burst_of_300_jobs_over_20_organisations,

@@ -85,6 +85,9 @@ pub async fn subnets(front: &Front) -> Outcome<Vec<(String, String)>> {
     Ok(set.into_iter().filter_map(pair).collect())
 }
 
+/// The one instance profile that there is.
+const PROFILE: &str = "paddock-runner";
+
 /// A launch template's version, and what moto does not take over from it by itself.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Template {
@@ -140,6 +143,13 @@ pub async fn launch(front: &Front, mut form: Form, invisible: Option<Duration>) 
     let profile = form.get("IamInstanceProfile.Name").or(form.get("IamInstanceProfile.Arn")).map(str::to_owned);
     // IAM is not emulated: moto would refuse the profile for want of it.
     form.remove("IamInstanceProfile");
+    let role = profile.or(template.profile).map(|profile| profile.rsplit('/').next().unwrap_or_default().to_owned());
+    if let Some(role) = role.as_deref().filter(|role| *role != PROFILE) {
+        let message = format!(
+            "Value ({role}) for parameter iamInstanceProfile.name is invalid. Invalid IAM Instance Profile name"
+        );
+        return Err(Failure::refused("InvalidParameterValue", message));
+    }
     let user_data = form.get("UserData").map(str::to_owned).or(template.user_data);
     let shutdown = form.get("InstanceInitiatedShutdownBehavior").map(str::to_owned).or(template.shutdown);
     let mut complete = |key: &str, value: Option<&str>| {
@@ -152,7 +162,7 @@ pub async fn launch(front: &Front, mut form: Form, invisible: Option<Duration>) 
     template.metadata.iter().for_each(|(key, value)| complete(key, Some(value)));
     let facts = LaunchFacts {
         shutdown: if shutdown.as_deref() == Some("terminate") { Shutdown::Terminate } else { Shutdown::Stop },
-        role: profile.or(template.profile).map(|profile| profile.rsplit('/').next().unwrap_or_default().to_owned()),
+        role,
         user_data: check_user_data(user_data.as_deref())?,
         invisible,
     };

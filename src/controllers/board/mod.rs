@@ -47,7 +47,7 @@ const LOOK_AGAIN: Duration = Duration::from_secs(15);
 /// How long what there is to show waits while pods are being made, before it looks again.
 const GIVE_WAY: Duration = Duration::from_millis(300);
 /// Calls to be remembered for a controller that is slow to hear them; it looks again by itself anyway.
-const NUDGES: usize = 4096;
+const NUDGES: usize = 1024;
 /// Workers that are written for at a time: more would only make the API server slower for everybody.
 const WRITERS: usize = 24;
 

@@ -7,6 +7,7 @@
 use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result};
+use futures::{Stream, StreamExt, stream};
 use jiff::Timestamp;
 use k8s_openapi::{
     api::core::v1::{Node, Pod, Secret},
@@ -18,6 +19,7 @@ use kube::{
     runtime::{
         controller::{Action, Config, Controller},
         events::EventType,
+        reflector::ObjectRef,
     },
 };
 use serde_json::json;
@@ -27,7 +29,7 @@ use super::{
     super::{
         drive,
         objects::{self, Written},
-        reference,
+        reference, retention,
     },
     Board, GIVE_WAY, LOOK_AGAIN,
     accounts::AccountError,
@@ -66,9 +68,24 @@ pub async fn run(board: Arc<Board>, stop: CancellationToken) {
         .with_config(Config::default().concurrency(0))
         .watches_shared_stream(stores.pods.stream(), worker_of_pod)
         .watches_shared_stream(stores.nodes.stream(), workers_of_lost_node)
-        .reconcile_on(nudges(&board.workers));
+        .reconcile_on(nudges(&board.workers))
+        .reconcile_on(outdated(&board));
     let context = board.context.clone();
     drive("board-worker", controller, context, stop, move |worker, _| reconcile(worker, board.clone())).await;
+}
+
+/// Records whose time is up: one look at all of them now and then, not a timer for each.
+fn outdated(board: &Board) -> impl Stream<Item = ObjectRef<Worker>> + Send + use<> {
+    let (workers, retention) = (board.context.stores.workers.store.clone(), board.context.settings.retention);
+    let period = retention::period(retention);
+    let looks = stream::repeat(()).then(move |()| tokio::time::sleep(period));
+    looks
+        .flat_map(move |()| {
+            let latest = Timestamp::now().saturating_sub(retention).unwrap_or(Timestamp::MIN);
+            let outdated = workers.state_filter(|worker| board_worker::ended(worker).is_some_and(|end| end <= latest));
+            stream::iter(outdated.into_iter().map(|worker| ObjectRef::from_obj(&*worker)))
+        })
+        .boxed()
 }
 
 async fn reconcile(worker: Arc<Worker>, board: Arc<Board>) -> Result<Action> {
@@ -279,7 +296,7 @@ impl Life<'_> {
         let (reason, message) = (failure.reason.as_str(), failure.message.clone());
         self.enter(&mut status, WorkerState::Failed);
         self.say(&mut status, false, ClaimReason::WorkerLost, &message);
-        status.failure = Some(failure);
+        status.failure = Some(failure.into());
         if self.write(&status).await? == Written::Yes {
             tracing::warn!(worker = self.name, reason, why = message, "a worker failed");
             self.board.context.events.tell(self.worker, EventType::Warning, "Fail", reason, message);

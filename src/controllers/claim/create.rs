@@ -65,7 +65,7 @@ impl Work {
             subnet_ids,
             needs: &supply.needs,
         };
-        self.status.fleet = Some(wanted.order(Timestamp::now()));
+        self.status.fleet = Some(wanted.order(Timestamp::now()).into());
         let message = format!("creating {requested} {} machines", usage_class.as_str());
         self.enter(ClaimPhase::Creating, ClaimReason::Creating, message);
         self.write().await

@@ -1,6 +1,6 @@
 //! From the first look at a claim to Ready.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use anyhow::Result;
 use jiff::Timestamp;
@@ -21,8 +21,11 @@ use crate::{
     },
 };
 
-/// A claim that has its machines, or their agents' answers, by then is not worth a write that says it waits for them.
+/// A claim that has its machines, or their agents' answers, by then is not worth a write that says it waits for them. With
+/// many claims under way it is longer: a word for each of them makes all of them wait.
 const SOON: Duration = Duration::from_millis(250);
+const SOON_PER_CLAIM: Duration = Duration::from_millis(20);
+const SOON_AT_MOST: Duration = Duration::from_secs(2);
 /// Steps in one reconciliation: select, create, validate and start, with room for machines that had to be replaced.
 const MAX_STEPS: usize = 16;
 
@@ -49,6 +52,7 @@ impl Work {
             ClaimPhase::Ready => return self.watch_over().await,
             ClaimPhase::Pending | ClaimPhase::Claiming | ClaimPhase::Creating | ClaimPhase::Validating => {}
         }
+        let _under_way = self.context.claims_under_way.clone();
         let supply = match self.supply().await? {
             Ok(supply) => supply,
             Err(over) => return Ok(over),
@@ -89,6 +93,11 @@ impl Work {
         Ok(Action::requeue(LOOK_AGAIN))
     }
 
+    fn soon(&self) -> Duration {
+        let others = Arc::strong_count(&self.context.claims_under_way).saturating_sub(2);
+        (SOON + SOON_PER_CLAIM * others as u32).min(SOON_AT_MOST)
+    }
+
     /// What the claim can be served from, if its pool is ready.
     async fn supply(&mut self) -> Result<Result<Supply, Action>> {
         let Some(pool) = self.pool.clone() else { return Ok(Err(Action::await_change())) };
@@ -118,8 +127,10 @@ impl Work {
         self.enter(ClaimPhase::Claiming, ClaimReason::Claiming, format!("looking for {count} idle machines"));
         let pickups = self.context.pickups.clone();
         let mut take = Box::pin(pickups.take(&supply.queue, self.pool_key(), supply.needs.clone(), count));
-        let (at_once, token) =
-            tokio::join!(tokio::time::timeout(SOON, &mut take), self.token(&supply.pool, TokenKind::Registration));
+        let (at_once, token) = tokio::join!(
+            tokio::time::timeout(self.soon(), &mut take),
+            self.token(&supply.pool, TokenKind::Registration)
+        );
         let picked = match at_once {
             Ok(picked) => picked?,
             Err(_) => {
@@ -235,7 +246,7 @@ impl Work {
                 }
             }
         };
-        tokio::time::timeout(SOON, all).await.is_ok()
+        tokio::time::timeout(self.soon(), all).await.is_ok()
     }
 
     /// Gives created machines, whose keys are known by now, the token to register with.

@@ -72,7 +72,7 @@ async fn reconcile(pool: Arc<RunnerPool>, context: Arc<Context>) -> Result<Actio
 }
 
 /// Observe, keep up, show.
-async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
+async fn refresh(context: &Arc<Context>, pool: &RunnerPool) -> Result<Action> {
     let Some(ec2) = &pool.spec.ec2 else { return Ok(Action::await_change()) };
     let key = pool_key(&pool.namespace().unwrap_or_default(), &pool.name_any());
     let mut new = pool.status.clone().unwrap_or_default();
@@ -85,7 +85,7 @@ async fn refresh(context: &Context, pool: &RunnerPool) -> Result<Action> {
     };
     // Machines are looked after whatever became of the preparations: their time runs on.
     let kept = match context.ledger.is_loaded() {
-        true => keep_up(context, pool, ec2, &key, &new).await,
+        true => keep_up(context, pool, ec2, &key, &new.queues).await,
         false => Ok(()),
     };
     let mut pool = Cow::Borrowed(pool);
@@ -177,13 +177,13 @@ async fn prepare(
 }
 
 /// A deleted pool waits for its claims, then ends its machines and takes down what it had at AWS.
-async fn remove(context: &Context, pool: &RunnerPool) -> Result<Action> {
+async fn remove(context: &Arc<Context>, pool: &RunnerPool) -> Result<Action> {
     let (name, namespace) = (pool.name_any(), pool.namespace().unwrap_or_default());
     let key = pool_key(&namespace, &name);
     let ec2 = pool.spec.ec2.as_ref().context("an EC2 pool")?;
     let mut new = pool.status.clone().unwrap_or_default();
     let trouble = match context.ledger.load().await {
-        Ok(true) => keep_up(context, pool, ec2, &key, &new).await.err(),
+        Ok(true) => keep_up(context, pool, ec2, &key, &new.queues).await.err(),
         Ok(false) => Some((PoolReason::Deleting, "the DynamoDB table is being created".into())),
         Err(error) => Some(at_aws(error)),
     };

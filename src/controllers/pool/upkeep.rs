@@ -1,6 +1,6 @@
 //! The upkeep of a pool's machines: what no claim does with them.
 
-use std::{cmp::Reverse, collections::HashSet, time::Duration};
+use std::{cmp::Reverse, collections::HashSet, sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 use kube::runtime::events::EventType;
@@ -8,7 +8,7 @@ use paddock_record::{Instance, State};
 
 use super::{Trouble, at_aws};
 use crate::{
-    api::{Ec2Pool, RunnerPool, RunnerPoolStatus},
+    api::{Ec2Pool, Queue, RunnerPool},
     controllers::Context,
     effects::{
         aws::AwsError,
@@ -26,11 +26,11 @@ const MAX_ENDS: usize = 20;
 
 /// Moves machines that no claim moves, ends those whose time is up, and compares records with EC2 from time to time.
 pub(super) async fn keep_up(
-    context: &Context,
+    context: &Arc<Context>,
     pool: &RunnerPool,
     ec2: &Ec2Pool,
     key: &str,
-    new: &RunnerPoolStatus,
+    queues: &[Queue],
 ) -> Result<(), Trouble> {
     let now = Timestamp::now();
     let mut ends = 0;
@@ -56,17 +56,21 @@ pub(super) async fn keep_up(
             context.ledger.forget(&record.instance_id).await.map_err(at_aws)?;
         }
     }
-    offer(context, leaving, new).await.map_err(at_aws)?;
-    pool_warm(context, warming, ec2, new).await.map_err(at_aws)?;
-    renew(context, renewed, ec2, new).await.map_err(at_aws)?;
-    offer_missing(context, key, &context.ledger.of_pool(key), new).await.map_err(at_aws)?;
+    offer(context, leaving, queues).await.map_err(at_aws)?;
+    pool_warm(context, warming, ec2, queues).await.map_err(at_aws)?;
+    renew(context, renewed, ec2, queues).await.map_err(at_aws)?;
+    offer_missing(context, key, &context.ledger.of_pool(key), queues).await.map_err(at_aws)?;
     let period = if context.ledger.is_claiming() { 2 * SWEEP } else { SWEEP };
     if context.timers.due(&format!("sweep {key}"), period) {
-        let swept = async {
-            sweep(context, key).await?;
-            restore_offers(context, key, new).await
-        };
-        context.troubles.swept(key, swept.await.map_err(at_aws).err());
+        let (context, key, queues) = (context.clone(), key.to_owned(), queues.to_vec());
+        // EC2 may be slow to list; machines are looked after meanwhile.
+        tokio::spawn(async move {
+            let swept = async {
+                sweep(&context, &key).await?;
+                restore_offers(&context, &key, &queues).await
+            };
+            context.troubles.swept(&key, swept.await.map_err(at_aws).err());
+        });
     }
     context.troubles.of_sweep(key).map_or(Ok(()), Err)
 }
@@ -111,26 +115,16 @@ async fn advance(
 }
 
 /// Their offers carry the old threshold, so new ones go out; whichever is found first is as good.
-async fn renew(
-    context: &Context,
-    machines: Vec<Tracked>,
-    ec2: &Ec2Pool,
-    new: &RunnerPoolStatus,
-) -> Result<(), AwsError> {
+async fn renew(context: &Context, machines: Vec<Tracked>, ec2: &Ec2Pool, queues: &[Queue]) -> Result<(), AwsError> {
     let now = Timestamp::now();
     let threshold = Some(ec2.lifetimes.idle.after(now));
     let next = |record: &Instance| Instance { threshold, updated_at: now, ..record.clone() };
     let renewed = advance(context, machines, now, next).await?;
-    send_offers(context, &renewed, new).await
+    send_offers(context, &renewed, queues).await
 }
 
 /// Warm machines go created → running → idle, for a run of nobody's, and are offered.
-async fn pool_warm(
-    context: &Context,
-    machines: Vec<Tracked>,
-    ec2: &Ec2Pool,
-    new: &RunnerPoolStatus,
-) -> Result<(), AwsError> {
+async fn pool_warm(context: &Context, machines: Vec<Tracked>, ec2: &Ec2Pool, queues: &[Queue]) -> Result<(), AwsError> {
     let now = Timestamp::now();
     let threshold = Some(ec2.lifetimes.idle.after(now));
     let into = |state| move |record: &Instance| Instance { state, threshold, updated_at: now, ..record.clone() };
@@ -138,36 +132,31 @@ async fn pool_warm(
         machines.into_iter().partition(|tracked| tracked.record.state == State::Created);
     running.extend(advance(context, created, now, into(State::Running)).await?);
     let idle = advance(context, running, now, into(State::Idle)).await?;
-    send_offers(context, &idle, new).await
+    send_offers(context, &idle, queues).await
 }
 
 /// The messages first, then the records: a crash in between sends them again, and a second message does no harm.
-async fn offer(context: &Context, machines: Vec<Tracked>, new: &RunnerPoolStatus) -> Result<(), AwsError> {
+async fn offer(context: &Context, machines: Vec<Tracked>, queues: &[Queue]) -> Result<(), AwsError> {
     let now = Timestamp::now();
     let next = |record: &Instance| Instance { leaving: String::new(), sealed: String::new(), ..record.clone() };
     let batches = machines.chunks(MOVES_PER_WRITE).map(async |machines| {
-        send_offers(context, machines, new).await?;
+        send_offers(context, machines, queues).await?;
         advance(context, machines.to_vec(), now, next).await
     });
     futures::future::try_join_all(batches).await.map(drop)
 }
 
 /// Offers the idle machines that this leader has not offered yet.
-async fn offer_missing(
-    context: &Context,
-    key: &str,
-    instances: &[Tracked],
-    new: &RunnerPoolStatus,
-) -> Result<(), AwsError> {
+async fn offer_missing(context: &Context, key: &str, instances: &[Tracked], queues: &[Queue]) -> Result<(), AwsError> {
     let free: HashSet<_> = instances.iter().filter(|t| t.is_free()).map(|t| t.record.instance_id.as_str()).collect();
     let missing = context.offers.missing(key, &free);
     let missing: Vec<_> = instances.iter().filter(|t| missing.contains(&t.record.instance_id)).cloned().collect();
-    send_offers(context, &missing, new).await
+    send_offers(context, &missing, queues).await
 }
 
 /// One whose class was taken out of the pool is not offered: nobody can claim it, and its time runs out.
-async fn send_offers(context: &Context, machines: &[Tracked], new: &RunnerPoolStatus) -> Result<(), AwsError> {
-    for queue in &new.queues {
+async fn send_offers(context: &Context, machines: &[Tracked], queues: &[Queue]) -> Result<(), AwsError> {
+    for queue in queues {
         let of_class = |tracked: &&Tracked| tracked.record.resource_class == queue.resource_class;
         let machines: Vec<_> = machines.iter().filter(of_class).collect();
         // Whatever was offered before may carry a threshold that is about to pass.
@@ -180,12 +169,12 @@ async fn send_offers(context: &Context, machines: &[Tracked], new: &RunnerPoolSt
 }
 
 /// Offers every idle machine again where a queue has fewer messages than there are machines.
-async fn restore_offers(context: &Context, key: &str, new: &RunnerPoolStatus) -> Result<(), AwsError> {
-    for queue in &new.queues {
+async fn restore_offers(context: &Context, key: &str, queues: &[Queue]) -> Result<(), AwsError> {
+    for queue in queues {
         let mut idle = context.ledger.of_pool(key);
         idle.retain(|tracked| tracked.is_free() && tracked.record.resource_class == queue.resource_class);
         if !idle.is_empty() && (context.queues.size(&queue.url).await? as usize) < idle.len() {
-            send_offers(context, &idle, new).await?;
+            send_offers(context, &idle, queues).await?;
         }
     }
     Ok(())

@@ -47,14 +47,14 @@ pub(super) async fn keep_warm(
         return Ok(Ok(()));
     }
     let (order, _room) = match &new.fleet {
-        Some(order) => (order.clone(), reserve(order.requested)),
+        Some(order) => ((**order).clone(), reserve(order.requested)),
         None => {
             let (order, room) = match wanted(context, pool, ec2, key, new, || reserve(missing.min(MAX_ORDER))) {
                 Ok(Some(wanted)) => wanted,
                 Ok(None) => return Ok(Ok(())),
                 Err(trouble) => return Ok(Err(trouble)),
             };
-            new.fleet = Some(order.clone());
+            new.fleet = Some(order.clone().into());
             match objects::replace_status(&context.client, pool.as_ref(), new).await? {
                 Some(written) => *pool = Cow::Owned(written),
                 None => return Ok(Ok(())),

@@ -209,6 +209,7 @@ impl Ledger {
     pub async fn advance(&self, seen: &Instance, next: &Instance, now: Timestamp) -> Result<Outcome, AwsError> {
         let outcome = self.records.advance(seen, next, now).await?;
         self.settle(&outcome);
+        self.drop_vanished(seen, &outcome);
         self.tell_former(seen, next);
         Ok(outcome)
     }
@@ -220,6 +221,7 @@ impl Ledger {
             let outcomes = self.records.advance_together(moves, now).await?;
             for (outcome, (seen, next)) in outcomes.iter().zip(moves) {
                 self.settle(outcome);
+                self.drop_vanished(seen, outcome);
                 self.tell_former(seen, next);
             }
             Ok(outcomes)
@@ -247,6 +249,14 @@ impl Ledger {
             drop(known);
             self.tell(record);
             self.waiting.notify_one();
+        }
+    }
+
+    /// Somebody has removed the record: there is nothing more to be done with it.
+    fn drop_vanished(&self, seen: &Instance, outcome: &Outcome) {
+        if *outcome == Outcome::Lost(None) {
+            self.known().remove(&seen.instance_id);
+            self.tell(seen);
         }
     }
 
