@@ -3,7 +3,7 @@
 use std::{fmt::Debug, mem::take, sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt, stream};
-use k8s_openapi::api::core::v1::{Container, Node, NodeStatus, Pod, PodSpec};
+use k8s_openapi::api::core::v1::{Container, Node, NodeStatus, Pod, PodSpec, PodStatus};
 use kube::{
     Api, Client, Resource, ResourceExt,
     core::NamespaceResourceScope,
@@ -205,8 +205,13 @@ fn is_worker_over(worker: &Worker) -> bool {
     state.is_some_and(WorkerState::is_over) && worker.finalizers().is_empty()
 }
 
-/// Of a pod, who and where it is, what it asks for and how it fares.
+/// Of a pod, who and where it is, what it asks for and how it fares; of one that ended well, hardly anything.
 fn trim_pod(pod: &mut Pod) {
+    if let Some(status) = pod.status.as_mut().filter(|status| status.phase.as_deref() == Some("Succeeded")) {
+        let (phase, start_time) = (take(&mut status.phase), take(&mut status.start_time));
+        *status = PodStatus { phase, start_time, ..PodStatus::default() };
+        pod.spec.iter_mut().for_each(|spec| spec.containers.clear());
+    }
     if let Some(spec) = &mut pod.spec {
         let trim = |container: Container| Container {
             name: container.name,
@@ -292,7 +297,15 @@ mod tests {
             "containers": [{ "name": "c", "resources": { "limits": { "x/y": "1" } } }],
         });
         assert_eq!(json!(pod.spec), expected);
-        assert_eq!((pod.metadata, pod.status), (whole.metadata, whole.status));
+        assert_eq!((&pod.metadata, &pod.status), (&whole.metadata, &whole.status));
+        pod.status.as_mut().unwrap().phase = Some("Succeeded".into());
+        trim_pod(&mut pod);
+        assert_eq!(
+            json!([pod.spec, pod.status]),
+            json!([
+                { "nodeName": "n", "activeDeadlineSeconds": 1, "containers": [] }, { "phase": "Succeeded" },
+            ])
+        );
     }
 
     #[test]

@@ -197,7 +197,7 @@ impl Stage {
 
 /// How the chart has the operator's memory kept.
 pub const MEMORY: [(&str, &str); 3] =
-    [("MALLOC_ARENA_MAX", "1"), ("MALLOC_MMAP_THRESHOLD_", "65536"), ("MALLOC_TRIM_THRESHOLD_", "65536")];
+    [("MALLOC_ARENA_MAX", "1"), ("MALLOC_MMAP_THRESHOLD_", "131072"), ("MALLOC_TRIM_THRESHOLD_", "1048576")];
 
 /// A running `paddock run`; killed when dropped.
 pub struct Operator {

@@ -17,7 +17,7 @@ use kube::{
 };
 use serde_json::json;
 
-use super::reference;
+use super::{reference, rush::Rush};
 use crate::{
     api::{FIELD_MANAGER, RunnerClaim, RunnerPool},
     plan::{
@@ -39,6 +39,7 @@ pub struct Intake {
     stores: Stores,
     /// Where claims of jobs have been seen: a pool may be gone before its last job has ended.
     places: Arc<RwLock<BTreeSet<String>>>,
+    pub rush: Arc<Rush>,
 }
 
 impl Intake {
@@ -53,7 +54,7 @@ impl Intake {
             }
             std::future::ready(())
         }));
-        Self { client, stores, places }
+        Self { client, stores, places, rush: Arc::default() }
     }
 
     /// Whether it is known what there is; before that, nothing can be said of any event.
@@ -135,6 +136,7 @@ impl Intake {
 
     async fn make(&self, claim: &RunnerClaim) -> Result<Outcome, Failed> {
         let parameters = PostParams { field_manager: Some(FIELD_MANAGER.into()), ..PostParams::default() };
+        let _rush = self.rush.enter();
         match self.api(claim).create(&parameters, claim).await {
             Ok(_) => {
                 let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());

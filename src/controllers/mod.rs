@@ -14,6 +14,7 @@ pub mod pickup;
 pub mod pool;
 mod registrations;
 mod retention;
+mod rush;
 mod timers;
 mod troubles;
 

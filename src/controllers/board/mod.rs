@@ -14,7 +14,6 @@ mod memory;
 mod pool;
 mod provision;
 mod reservations;
-mod rush;
 mod sync;
 mod worker;
 
@@ -30,8 +29,8 @@ use kube::{
 use tokio::sync::{Notify, Semaphore, SemaphorePermit, broadcast};
 use tokio_util::sync::CancellationToken;
 
-use self::{limits::Limits, memory::Memory, reservations::Reservations, rush::Rush};
-use super::{Context, lock, reference};
+use self::{limits::Limits, memory::Memory, reservations::Reservations};
+use super::{Context, lock, reference, rush::Rush};
 use crate::{
     api::{BoardPool, RunnerClaim, RunnerPool, Worker},
     plan::{
@@ -57,7 +56,7 @@ pub async fn run(context: Arc<Context>, stop: CancellationToken) {
         prefix: name_prefix(&context.settings.cluster_name),
         making: tokio::sync::Mutex::default(),
         writers: Semaphore::new(WRITERS),
-        rush: Rush::default(),
+        rush: context.intake.rush.clone(),
         reservations: Reservations::default(),
         memory: Memory::default(),
         changed: Notify::new(),
@@ -87,7 +86,7 @@ struct Board {
     making: tokio::sync::Mutex<()>,
     /// Who writes for a worker takes a turn; who waits for GitHub has none.
     writers: Semaphore,
-    rush: Rush,
+    rush: Arc<Rush>,
     reservations: Reservations,
     memory: Memory,
     /// Something that decisions rest on has changed.

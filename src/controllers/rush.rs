@@ -1,4 +1,4 @@
-//! Many pods to be made at once: until the last one is, the API server is theirs, and what there is to show waits.
+//! Many jobs at once: until each has its claim and its pod, the API server is theirs, and what there is to show waits.
 
 use std::{
     sync::Mutex,
@@ -15,12 +15,12 @@ pub struct Rush(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// Pods that are to be made and need nothing but the API server.
+    /// Claims and pods that are to be made and need nothing but the API server.
     open: usize,
     since: Option<Instant>,
 }
 
-/// One such pod; dropped when it was made, or cannot be.
+/// One of them; dropped when it was made, or cannot be.
 pub struct Ticket<'a>(&'a Rush);
 
 impl Rush {
