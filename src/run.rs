@@ -23,9 +23,10 @@ const SHUTDOWN_GRACE: Duration = Duration::from_secs(20);
 
 /// How long the API server may take to answer a controller.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Requests to the API server at a time, of webhooks and of controllers each: every one has a connection, which takes memory
-/// on both sides for a while, and more at once are not answered sooner.
-const REQUESTS: usize = 32;
+/// Requests to the API server at a time, of webhooks and of controllers: every one has a connection, which takes memory on
+/// both sides for a while, and more at once are not answered sooner.
+const HOOK_REQUESTS: usize = 32;
+const REQUESTS: usize = 64;
 /// How long open connections may go on after that.
 const SERVER_GRACE: Duration = Duration::from_secs(2);
 
@@ -64,10 +65,10 @@ async fn operate(settings: Settings) -> Result<()> {
     // It watches nothing, so no answer takes long; a reconciliation must not hang on one that never comes.
     let mut config = config;
     config.read_timeout = Some(WRITE_TIMEOUT);
-    let few = ConcurrencyLimitLayer::new(REQUESTS);
-    let hooks_client = ClientBuilder::try_from(config.clone())?.with_layer(&few).build();
+    let few = ConcurrencyLimitLayer::new;
+    let hooks_client = ClientBuilder::try_from(config.clone())?.with_layer(&few(HOOK_REQUESTS)).build();
     // The fence comes last: a request that waited its turn is asked for when it is sent.
-    let fenced = ClientBuilder::try_from(config)?.with_layer(&fence).with_layer(&few).build();
+    let fenced = ClientBuilder::try_from(config)?.with_layer(&fence).with_layer(&few(REQUESTS)).build();
 
     let stop = CancellationToken::new();
     tokio::spawn(stop_on_signal(stop.clone())?);

@@ -187,10 +187,16 @@ fn trim_claim(claim: &mut RunnerClaim) {
     claim.metadata.labels = None;
 }
 
-/// The same; those of machines are compared with what they should be.
+/// The same; those of machines are compared with what they should be. Of a mere record, what pages show and claims count:
+/// nobody writes its status again.
 fn trim_worker(worker: &mut Worker) {
-    if worker.spec.board.is_some() {
-        worker.metadata.labels = None;
+    if worker.spec.board.is_none() {
+        return;
+    }
+    worker.metadata.labels = None;
+    let is_record = is_worker_over(worker);
+    if let Some(status) = worker.status.as_mut().filter(|_| is_record) {
+        (status.pod, status.runner, status.conditions) = (None, None, Vec::new());
     }
 }
 
@@ -255,6 +261,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::plan::samples;
 
     #[tokio::test]
     async fn what_is_over_is_told_bit_by_bit_and_holds_nothing_up() {
@@ -306,6 +313,26 @@ mod tests {
                 { "nodeName": "n", "activeDeadlineSeconds": 1, "containers": [] }, { "phase": "Succeeded" },
             ])
         );
+    }
+
+    #[test]
+    fn a_trimmed_worker_keeps_what_plans_read() {
+        let mut worker = samples::board_worker("w", "p", "c");
+        let (running, over) = (
+            json!({ "state": "running", "claimsServed": 0, "pod": { "name": "w" }, "runner": { "name": "w" } }),
+            json!({ "state": "completed", "claimsServed": 0 }),
+        );
+        worker.metadata.labels = Some([("a".to_owned(), "b".to_owned())].into());
+        worker.status = serde_json::from_value(running.clone()).unwrap();
+        trim_worker(&mut worker);
+        assert_eq!((&worker.metadata.labels, json!(worker.status)), (&None, running));
+        worker.status.as_mut().unwrap().state = Some(WorkerState::Completed);
+        let spec = worker.spec.clone();
+        trim_worker(&mut worker);
+        assert!(json!(worker.status)["pod"].is_object(), "its runner may still be there");
+        worker.metadata.finalizers = None;
+        trim_worker(&mut worker);
+        assert_eq!((worker.spec, json!(worker.status)), (spec, over));
     }
 
     #[test]

@@ -22,7 +22,7 @@ pub mod run;
 #[cfg(test)]
 pub(crate) mod sample_ec2;
 #[cfg(test)]
-mod samples;
+pub(crate) mod samples;
 pub mod shortage;
 pub mod signature;
 mod supply;
