@@ -27,6 +27,8 @@ const LABEL_BOARD: &str = "riseproject.dev/board";
 const LOOK: Duration = Duration::from_millis(50);
 /// Until a busy API server is asked again.
 const RETRY: Duration = Duration::from_secs(1);
+/// How long after its runner has left a pod that still runs is told again to end.
+const AGAIN: Duration = Duration::from_secs(3);
 
 pub struct Boards {
     pods: Arc<Mutex<HashMap<String, Seen>>>,
@@ -46,7 +48,8 @@ pub struct Seen {
 enum Runner {
     NotYet,
     Online,
-    Left,
+    /// And its pod was told to end then.
+    Left(Instant),
 }
 
 impl Seen {
@@ -140,10 +143,15 @@ fn step(pods: &Mutex<HashMap<String, Seen>>, github: &Control) -> Vec<Arc<Pod>> 
                 seen.runner = Runner::Online;
             }
             Runner::Online if !here.contains(name) => {
-                seen.runner = Runner::Left;
+                seen.runner = Runner::Left(Instant::now());
                 left.push(seen.pod.clone());
             }
-            Runner::Online | Runner::Left => {}
+            // KWOK, still busy with the start of a pod that ended at once, may have written over it.
+            Runner::Left(told) if told.elapsed() > AGAIN => {
+                seen.runner = Runner::Left(Instant::now());
+                left.push(seen.pod.clone());
+            }
+            Runner::Online | Runner::Left(_) => {}
         }
     }
     left
