@@ -18,7 +18,7 @@ pub async fn template(aws: &Aws, name: &str, script: &str) {
         ("LaunchTemplateData.UserData", &user_data),
         ("LaunchTemplateData.InstanceInitiatedShutdownBehavior", "terminate"),
         ("LaunchTemplateData.MetadataOptions.InstanceMetadataTags", "enabled"),
-        ("LaunchTemplateData.IamInstanceProfile.Name", "runner"),
+        ("LaunchTemplateData.IamInstanceProfile.Name", "paddock-runner"),
         ("LaunchTemplateData.TagSpecification.1.ResourceType", "instance"),
         ("LaunchTemplateData.TagSpecification.1.Tag.1.Key", "paddock:pool"),
         ("LaunchTemplateData.TagSpecification.1.Tag.1.Value", name),

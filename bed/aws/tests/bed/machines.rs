@@ -62,7 +62,7 @@ token=$(curl -sf -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 60' $imds/api/
 get() { curl -sf -H "X-aws-ec2-metadata-token: $token" "$imds/$1"; }
 echo "id: $(get meta-data/instance-id) type: $(get meta-data/instance-type) region: $(get meta-data/placement/region)"
 echo "pool: $(get meta-data/tags/instance/paddock:pool) life: $(get meta-data/instance-life-cycle)"
-echo "role: $(get meta-data/iam/security-credentials/) key: $(get meta-data/iam/security-credentials/runner)"
+echo "role: $(get meta-data/iam/security-credentials/) key: $(get meta-data/iam/security-credentials/paddock-runner)"
 echo "document: $(get dynamic/instance-identity/document)"
 get user-data | cmp - "$0" && echo "user data is this script"
 get meta-data/spot/instance-action || echo "no interruption"
@@ -75,7 +75,7 @@ echo all done"#;
         "without a token: 401",
         &format!("id: {id} type: m5.large region: us-east-1"),
         "pool: metadata life: on-demand",
-        "role: runner",
+        "role: paddock-runner",
         &key,
         &format!("\"instanceId\":\"{id}\""),
         "user data is this script",
