@@ -45,7 +45,7 @@ use self::{
     launches::Launches,
     offers::Offers,
     pickup::Pickups,
-    pool::{Trouble, prepare_timer},
+    pool::{Trouble, at_aws},
     timers::Timers,
     troubles::Troubles,
 };
@@ -148,23 +148,26 @@ const RELOAD: Duration = Duration::from_secs(30);
 /// Runs every controller until `stop`.
 pub async fn run(context: Arc<Context>, stop: CancellationToken) {
     let reload = async {
+        let mut pause = RELOAD;
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = tokio::time::sleep(RELOAD) => {}
+                () = tokio::time::sleep(pause) => {}
             }
-            if context.ledger.is_loaded()
-                && let Err(error) = async {
-                    context.ledger.reload().await?;
-                    mirror::find_strays(&context);
-                    context.end_strays().await
-                }
-                .await
-            {
+            if !context.ledger.is_loaded() {
+                continue;
+            }
+            let read = async {
+                context.ledger.reload().await?;
+                mirror::find_strays(&context);
+                context.end_strays().await
+            };
+            let trouble = read.await.err();
+            if let Some(error) = &trouble {
                 tracing::warn!(%error, "the records could not be gone through");
-                // The table may be gone: every pool sees to it at its next look, and says what is wrong.
-                context.stores.pools.store.state().iter().for_each(|pool| context.timers.reset(&prepare_timer(pool)));
             }
+            pause = if trouble.is_some() { RETRY } else { RELOAD };
+            context.troubles.read(trouble.map(at_aws));
         }
     };
     tokio::join!(

@@ -13,6 +13,8 @@ const LAUNCH_MEMORY: Duration = Duration::from_secs(300);
 
 #[derive(Default)]
 pub struct Troubles {
+    /// What the last reading of all records ended with, which is every pool's trouble.
+    reading: Mutex<Option<Trouble>>,
     /// What the last sweep ended with.
     sweeps: Mutex<HashMap<String, Trouble>>,
     /// What the last launch ended with, under which generation of the pool, and when.
@@ -29,8 +31,13 @@ impl Troubles {
         }
     }
 
-    pub fn of_sweep(&self, pool: &str) -> Option<Trouble> {
-        lock(&self.sweeps).get(pool).cloned()
+    pub fn read(&self, trouble: Option<Trouble>) {
+        *lock(&self.reading) = trouble;
+    }
+
+    /// What a pool's upkeep suffers from: records that cannot be read, or a sweep that failed.
+    pub fn of_upkeep(&self, pool: &str) -> Option<Trouble> {
+        lock(&self.reading).clone().or_else(|| lock(&self.sweeps).get(pool).cloned())
     }
 
     pub fn launched(&self, pool: &str, generation: Option<i64>, trouble: Option<Trouble>) {

@@ -70,6 +70,7 @@ pub fn hint(code: &str) -> &'static str {
             "UnfulfillableCapacity",
             "no instance type has what resourceClasses and allowedInstanceTypes ask for together",
         ),
+        ("ResourceNotFoundException", "the table was deleted; it is made anew"),
         ("UnauthorizedOperation", "grant the operator's role this action (docs/iam)"),
         ("AccessDenied", "grant the operator's role this action (docs/iam)"),
     ];

@@ -205,6 +205,7 @@ pub async fn i2_a_deleted_table_is_made_anew(world: &World) -> Result<()> {
     let linux = Linux::new(world, json!({ "minIdle": 1, "maxInstances": 3 })).await?;
     let forgotten = linux.the(State::Idle).await?;
     linux.cloud.delete_table().await?;
+    linux.until_pool("in trouble", |status| pool_why(status).1.contains("the table was deleted")).await?;
     let replaced = async || {
         // There may be no table to ask.
         let idle = linux.ids(State::Idle).await.unwrap_or_default();

@@ -72,7 +72,7 @@ pub(super) async fn keep_up(
             context.troubles.swept(&key, swept.await.map_err(at_aws).err());
         });
     }
-    context.troubles.of_sweep(key).map_or(Ok(()), Err)
+    context.troubles.of_upkeep(key).map_or(Ok(()), Err)
 }
 
 /// Whether nobody asks for the record of an ended machine any more. One whose runner may still be at GitHub stays a while
