@@ -95,6 +95,8 @@ pub async fn run_script(path: &Path, limit: Duration) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use paddock_bed_process::write_program;
+
     use super::*;
 
     #[tokio::test]
@@ -113,8 +115,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let run = async |text: &str, limit| {
             let path = dir.path().join("script");
-            fs::write(&path, text).unwrap();
-            fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+            write_program(&path, text).unwrap();
             run_script(&path, limit).await.map_err(|error| error.to_string())
         };
         let (long, short) = (Duration::from_secs(60), Duration::from_millis(100));

@@ -189,15 +189,15 @@ async fn output(command: &mut Command, limit: Duration, token: Option<&Token>) -
 
 #[cfg(test)]
 mod tests {
+    use paddock_bed_process::write_program;
+
     use super::*;
 
     /// An installation whose `config.sh` does what the test says.
     fn installation(script: &str) -> (tempfile::TempDir, Installation) {
         let dir = tempfile::tempdir().unwrap();
         for name in ["config.sh", "run.sh"] {
-            let path = dir.path().join(name);
-            fs::write(&path, format!("#!/bin/bash\n{script}\n")).unwrap();
-            fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+            write_program(&dir.path().join(name), &format!("#!/bin/bash\n{script}\n")).unwrap();
         }
         let installation = Installation { dir: dir.path().into(), log: dir.path().join("log"), user: User::Own };
         (dir, installation)

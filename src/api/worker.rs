@@ -119,7 +119,7 @@ pub struct BoardWorker {
     #[schemars(length(min = 1, max = 63))]
     pub claim_uid: String,
     /// Which of its claim's workers it is, from 1.
-    #[schemars(range(min = 1))]
+    #[schemars(range(min = 1, max = 1_000_000))]
     pub attempt: u32,
     /// Whom limits count for: the organisation's number, or the repository's for a personal account.
     #[schemars(length(max = 63), regex(pattern = pattern::LABEL_VALUE))]

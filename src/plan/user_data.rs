@@ -110,6 +110,7 @@ mod tests {
         time::Duration,
     };
 
+    use paddock_bed_process::write_program;
     use proptest::prelude::*;
     use sha2::{Digest, Sha256};
 
@@ -139,10 +140,9 @@ mod tests {
     /// A root whose `shutdown` only leaves a note.
     fn machine() -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
-        let shutdown = root.path().join("bin/shutdown");
         fs::create_dir(root.path().join("bin")).unwrap();
-        fs::write(&shutdown, "#!/bin/sh\necho \"$*\" >\"$PADDOCK_ROOT/shutdown\"\n").unwrap();
-        fs::set_permissions(&shutdown, fs::Permissions::from_mode(0o755)).unwrap();
+        write_program(&root.path().join("bin/shutdown"), "#!/bin/sh\necho \"$*\" >\"$PADDOCK_ROOT/shutdown\"\n")
+            .unwrap();
         root
     }
 

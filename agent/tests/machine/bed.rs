@@ -3,7 +3,6 @@
 
 use std::{
     fs,
-    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::Command,
     sync::{
@@ -30,7 +29,7 @@ use nix::{
     unistd::Pid,
 };
 use paddock_bed_github::{GitHub, Options, runner::write_runner_dir};
-use paddock_bed_process::{Process, free_port, tool};
+use paddock_bed_process::{Process, free_port, tool, write_program};
 use paddock_record::{
     AgentConfig, Heartbeat, Instance, PublicKey, Signal, State, WorkerSignal, attribute, entity, key, stamp,
 };
@@ -120,9 +119,8 @@ impl Bed {
         }
         let own = std::env::current_exe()?;
         write_runner_dir(&root.join("opt/actions-runner"), &[&own.to_string_lossy(), "stand-in"])?;
-        let shutdown = bin.join("shutdown");
-        fs::write(&shutdown, format!("#!/bin/sh\necho \"$*\" >>'{}/shutdown'\n", root.display()))?;
-        fs::set_permissions(&shutdown, fs::Permissions::from_mode(0o755))?;
+        let shutdown = format!("#!/bin/sh\necho \"$*\" >>'{}/shutdown'\n", root.display());
+        write_program(&bin.join("shutdown"), &shutdown)?;
 
         let lifetime = setup.age.map_or(Duration::from_secs(600), |(_, lifetime)| lifetime);
         let config = AgentConfig {

@@ -6,7 +6,7 @@
 use std::{
     fs::{self, File},
     future::Future,
-    io,
+    io::{self, Write},
     net::TcpListener,
     os::unix::process::CommandExt,
     path::{Path, PathBuf},
@@ -138,6 +138,19 @@ pub fn spawn(mut command: Command) -> io::Result<Child> {
     let (answer, result) = channel();
     spawner.send((command, answer)).map_err(io::Error::other)?;
     result.recv().map_err(io::Error::other)?
+}
+
+/// Writes a program that can be run at once. Another process does the writing: were it this one, a thread that happens
+/// to fork meanwhile would pass on the open file, and until its child has become another program nobody could run this
+/// one ("Text file busy").
+pub fn write_program(path: &Path, text: &str) -> io::Result<()> {
+    let mut install = Command::new("install");
+    install.args(["--mode=755", "/dev/stdin"]).arg(path).stdin(Stdio::piped());
+    let mut child = install.spawn()?;
+    let written = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(text.as_bytes()));
+    let status = child.wait()?;
+    written?;
+    if status.success() { Ok(()) } else { Err(io::Error::other(format!("install ended with {status}"))) }
 }
 
 /// A TCP port on loopback that was free a moment ago.

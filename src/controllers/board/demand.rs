@@ -159,26 +159,26 @@ impl Board {
     /// Makes a worker, or says why it never will.
     async fn make(&self, claim: &RunnerClaim, worker: Worker) -> Result<Option<Wait>> {
         let name = worker.name_any();
+        // Both are said before: its first look may come before the answer, and the answer may be lost.
+        lock(&self.memory.fresh).insert(name.clone());
+        self.reservations.insert(worker.clone());
         match objects::api(&self.context.client, &worker).create(&PostParams::default(), &worker).await {
             Ok(made) => {
                 tracing::info!(worker = name, claim = claim.name_any(), "a worker was made");
-                lock(&self.memory.fresh).extend(made.uid());
                 self.reservations.insert(made);
                 Ok(None)
             }
             // Made before, by us with the answer lost or by the leader before us; the cache will show it.
             Err(kube::Error::Api(status)) if status.is_already_exists() => {
-                self.reservations.insert(worker);
+                lock(&self.memory.fresh).remove(&name);
                 Ok(None)
             }
             Err(error) if objects::is_refusal(&error) => {
+                self.reservations.remove(&worker);
                 let message = format!("the worker is refused: {error}");
                 Ok(Some(Wait { reason: ClaimReason::InternalError, message, retry_at: None }))
             }
-            Err(error) => {
-                self.reservations.insert(worker);
-                Err(error).with_context(|| format!("cannot make worker {name}"))
-            }
+            Err(error) => Err(error).with_context(|| format!("cannot make worker {name}")),
         }
     }
 

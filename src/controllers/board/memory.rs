@@ -39,7 +39,7 @@ pub struct Memory {
     pub jobs: Mutex<BTreeMap<String, JobSeen>>,
     /// What keeps each pool that was looked at from making workers.
     pub obstacles: Mutex<BTreeMap<PoolKey, Option<String>>>,
-    /// Workers that were made by this process and have nothing yet, by uid.
+    /// Workers that are made by this process and have nothing yet, by name.
     pub fresh: Mutex<HashSet<String>>,
     /// Workers whose pod owns its Secret, by uid.
     pub adopted: Mutex<HashSet<String>>,
@@ -119,10 +119,11 @@ impl Memory {
         let claims: HashSet<_> = claims.iter().filter_map(|claim| claim.metadata.uid.as_deref()).collect();
         lock(&self.jobs).retain(|uid, _| claims.contains(uid.as_str()));
         let uids: HashSet<_> = workers.iter().filter_map(|worker| worker.metadata.uid.as_deref()).collect();
-        for known in [&self.fresh, &self.adopted, &self.unregistered] {
+        for known in [&self.adopted, &self.unregistered] {
             lock(known).retain(|uid| uids.contains(uid.as_str()));
         }
         let names: HashSet<_> = workers.iter().map(|worker| worker.name_any()).collect();
+        lock(&self.fresh).retain(|name| names.contains(name));
         lock(&self.busy).retain(|name, _| names.contains(name));
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 use jiff::Timestamp;
-use kube::{ResourceExt, api::PostParams, runtime::controller::Action};
+use kube::{api::PostParams, runtime::controller::Action};
 use secrecy::ExposeSecret;
 
 use super::{super::objects, LOOK_AGAIN, accounts::AccountError, lock, worker::Life};
@@ -28,7 +28,7 @@ impl Life<'_> {
             return self.fail(failure(FailureReason::PodRefused, "its pool is gone")).await;
         };
         // One that this process has just made has nothing that could be found.
-        let fresh = self.worker.uid().is_some_and(|uid| lock(&self.board.memory.fresh).remove(&uid));
+        let fresh = lock(&self.board.memory.fresh).remove(&self.name);
         let found = if fresh { None } else { self.secrets().get_opt(&self.name).await? };
         let runner = match found {
             Some(secret) if adopted_by(&secret).is_some() => {

@@ -1,4 +1,4 @@
-//! Workers that were made a moment ago: they count before any cache shows them.
+//! Workers that are being made or were a moment ago: they count before any cache shows them.
 
 use std::{
     collections::BTreeMap,
@@ -30,9 +30,14 @@ fn key(worker: &Worker) -> Key {
 }
 
 impl Reservations {
-    /// Also for a worker that was perhaps made: the answer was lost, and the slot must not be given away twice.
+    /// Also for a worker that was perhaps made: while nobody knows, its slot must not be given away twice.
     pub fn insert(&self, worker: Worker) {
         lock(&self.0).insert(key(&worker), Reservation { worker: Arc::new(worker), since: Instant::now() });
+    }
+
+    /// For a worker that was not made for sure.
+    pub fn remove(&self, worker: &Worker) {
+        lock(&self.0).remove(&key(worker));
     }
 
     /// Drops what the cache shows by now, and what turns out not to be.
@@ -80,5 +85,7 @@ mod tests {
         let shown = |worker: &Worker| ["a", "c"].contains(&worker.name_any().as_str());
         let names: Vec<_> = reservations.beyond(shown).iter().map(|worker| worker.name_any()).collect();
         assert_eq!(names, ["b"]);
+        reservations.remove(&worker("b"));
+        assert!(reservations.beyond(shown).is_empty());
     }
 }
