@@ -19,6 +19,7 @@ mod timers;
 mod troubles;
 
 use std::{
+    collections::HashMap,
     fmt::Debug,
     future::Future,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -36,6 +37,7 @@ use kube::{
 };
 use paddock_record::table_name;
 use serde::de::DeserializeOwned;
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use self::{
@@ -76,6 +78,8 @@ pub struct Context {
     pub machines: Machines,
     pub pickups: Arc<Pickups>,
     pub timers: Timers,
+    /// The last sweep of each pool.
+    pub sweeps: Mutex<HashMap<String, JoinHandle<()>>>,
     pub troubles: Troubles,
     pub launches: Arc<Launches>,
     pub offers: Offers,
@@ -107,6 +111,7 @@ impl Context {
             ledger,
             queues,
             timers: Timers::default(),
+            sweeps: Mutex::default(),
             troubles: Troubles::default(),
             launches: Arc::default(),
             offers: Offers::default(),

@@ -15,11 +15,8 @@ use aws_sdk_ec2::{
 
 use super::aws::{AwsError, plain, word};
 use crate::{
-    api::{Ec2Pool, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
-    plan::{
-        fleet::{FleetRequest, TemplateRequest},
-        shortage::Cause,
-    },
+    api::{Ec2Pool, FleetOrder, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
+    plan::{fleet::TemplateRequest, shortage::Cause},
 };
 
 /// How EC2 says that it took a spot instance back.
@@ -146,29 +143,29 @@ impl Machines {
     }
 
     /// Asks for a fleet. The same client token brings the same instances again, so a lost answer loses nothing.
-    pub async fn create_fleet(&self, request: &FleetRequest) -> Result<FleetOutcome, AwsError> {
-        let count = i32::try_from(request.count).unwrap_or(i32::MAX);
+    pub async fn create_fleet(&self, order: &FleetOrder, marks: &[(String, String)]) -> Result<FleetOutcome, AwsError> {
+        let count = i32::try_from(order.requested).unwrap_or(i32::MAX);
         let requirements = InstanceRequirementsRequest::builder()
-            .v_cpu_count(VCpuCountRangeRequest::builder().min(to_i32(request.cpu)).build())
-            .memory_mib(MemoryMiBRequest::builder().min(to_i32(request.memory_mib)).build())
-            .set_allowed_instance_types(Some(request.allowed_instance_types.clone()))
+            .v_cpu_count(VCpuCountRangeRequest::builder().min(to_i32(order.cpu)).build())
+            .memory_mib(MemoryMiBRequest::builder().min(to_i32(order.memory_mib)).build())
+            .set_allowed_instance_types(Some(order.allowed_instance_types.clone()))
             .burstable_performance(BurstablePerformance::Excluded)
             .build();
-        let overrides = request.subnet_ids.iter().map(|subnet| {
+        let overrides = order.subnet_ids.iter().map(|subnet| {
             FleetLaunchTemplateOverridesRequest::builder()
                 .subnet_id(subnet)
                 .instance_requirements(requirements.clone())
                 .build()
         });
         let template = FleetLaunchTemplateSpecificationRequest::builder()
-            .launch_template_id(&request.template.id)
-            .version(request.template.version.to_string())
+            .launch_template_id(&order.launch_template.id)
+            .version(order.launch_template.version.to_string())
             .build();
         let config = FleetLaunchTemplateConfigRequest::builder()
             .launch_template_specification(template)
             .set_overrides(Some(overrides.collect()))
             .build();
-        let (kind, on_demand, spot) = match request.usage_class {
+        let (kind, on_demand, spot) = match order.usage_class {
             UsageClass::OnDemand => (DefaultTargetCapacityType::OnDemand, count, 0),
             UsageClass::Spot => (DefaultTargetCapacityType::Spot, 0, count),
         };
@@ -186,12 +183,12 @@ impl Machines {
             .client
             .create_fleet()
             .r#type(FleetType::Instant)
-            .client_token(&request.client_token)
+            .client_token(&order.client_token)
             .launch_template_configs(config)
             .target_capacity_specification(capacity)
             .on_demand_options(on_demand_options)
             .spot_options(spot_options)
-            .tag_specifications(tags(ResourceType::Instance, &request.tags))
+            .tag_specifications(tags(ResourceType::Instance, marks))
             .send()
             .await
             .map_err(word("CreateFleet"))?;
@@ -202,7 +199,7 @@ impl Machines {
             let instance_type = group.instance_type.map(|kind| kind.as_str().to_owned()).unwrap_or_default();
             for id in group.instance_ids.unwrap_or_default() {
                 let (instance_type, zone) = (instance_type.clone(), zone.clone());
-                launched.push(Launched { id, instance_type, zone, usage_class: request.usage_class });
+                launched.push(Launched { id, instance_type, zone, usage_class: order.usage_class });
             }
         }
         let causes = answer.errors.unwrap_or_default().into_iter().map(|error| {

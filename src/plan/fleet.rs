@@ -21,20 +21,6 @@ pub struct TemplateRequest {
     pub digest: String,
 }
 
-/// One `CreateFleet`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FleetRequest {
-    pub client_token: String,
-    pub template: LaunchTemplate,
-    pub count: u32,
-    pub usage_class: UsageClass,
-    pub cpu: u32,
-    pub memory_mib: u32,
-    pub allowed_instance_types: Vec<String>,
-    pub subnet_ids: Vec<String>,
-    pub tags: Vec<(String, String)>,
-}
-
 /// What to write down before EC2 is asked.
 #[derive(Debug)]
 pub struct Wanted<'a> {
@@ -63,23 +49,6 @@ impl Wanted<'_> {
             allowed_instance_types: self.needs.allowed_instance_types.clone(),
             fleet_id: None,
             instance_ids: Vec::new(),
-        }
-    }
-}
-
-impl FleetRequest {
-    /// An order as EC2 takes it, from what is written down alone.
-    pub fn new(order: &FleetOrder, tags: Vec<(String, String)>) -> Self {
-        Self {
-            client_token: order.client_token.clone(),
-            template: order.launch_template.clone(),
-            count: order.requested,
-            usage_class: order.usage_class,
-            cpu: order.cpu,
-            memory_mib: order.memory_mib,
-            allowed_instance_types: order.allowed_instance_types.clone(),
-            subnet_ids: order.subnet_ids.clone(),
-            tags,
         }
     }
 }

@@ -5,11 +5,8 @@ use std::{collections::BTreeMap, time::Duration};
 
 use jiff::Timestamp;
 
-use super::{
-    fleet::FleetRequest,
-    pickup::{Needs, glob},
-};
-use crate::api::{PoolReason, UsageClass};
+use super::pickup::{Needs, glob};
+use crate::api::{FleetOrder, PoolReason, UsageClass};
 
 /// Types named for a zone; with requirements instead of types, EC2 tries dozens.
 const TYPES_NAMED: usize = 4;
@@ -147,18 +144,18 @@ impl Shortages {
         Self { known: Vec::new(), memory }
     }
 
-    /// Learns from the answer to a request. One that fell short has tried everything in the zones that it names; one that
+    /// Learns from the answer to an order. One that fell short has tried everything in the zones that it names; one that
     /// did not has still met types that are out.
-    pub fn note(&mut self, request: &FleetRequest, launched: usize, causes: &[Cause], now: Timestamp) {
+    pub fn note(&mut self, order: &FleetOrder, launched: usize, causes: &[Cause], now: Timestamp) {
         self.known.retain(|known| known.until > now);
-        let short = launched < request.count as usize;
+        let short = launched < order.requested as usize;
         for cause in causes.iter().filter(|cause| cause.kind() == Kind::Capacity) {
             let (cpu, memory_mib, types) = match short || cause.instance_type.is_empty() {
-                true => (request.cpu, request.memory_mib, request.allowed_instance_types.clone()),
+                true => (order.cpu, order.memory_mib, order.allowed_instance_types.clone()),
                 false => (0, 0, vec![cause.instance_type.clone()]),
             };
             let (subnet, zone) = (cause.subnet.clone(), cause.place().to_owned());
-            let usage_class = request.usage_class;
+            let usage_class = order.usage_class;
             let new = Shortage { subnet, zone, usage_class, cpu, memory_mib, types, until: now + self.memory };
             self.known.retain(|known| Shortage { until: new.until, ..known.clone() } != new);
             self.known.push(new);

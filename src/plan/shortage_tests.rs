@@ -1,7 +1,10 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::{api::LaunchTemplate, plan::sample_ec2::at};
+use crate::{
+    api::LaunchTemplate,
+    plan::{fleet::Wanted, sample_ec2::at},
+};
 
 const MEMORY: Duration = Duration::from_mins(3);
 
@@ -10,18 +13,11 @@ fn needs(usage_class: UsageClass, cpu: u32, types: &[&str]) -> Needs {
     Needs { usage_class, resource_class: "medium".into(), cpu, memory_mib: 4096, allowed_instance_types }
 }
 
-fn request(needs: &Needs, count: u32) -> FleetRequest {
-    FleetRequest {
-        client_token: "t".into(),
-        template: LaunchTemplate::default(),
-        count,
-        usage_class: needs.usage_class,
-        cpu: needs.cpu,
-        memory_mib: needs.memory_mib,
-        allowed_instance_types: needs.allowed_instance_types.clone(),
-        subnet_ids: subnets(),
-        tags: Vec::new(),
-    }
+fn order(needs: &Needs, requested: u32) -> FleetOrder {
+    let template = LaunchTemplate::default();
+    let (client_token, usage_class, subnet_ids) = ("t".into(), needs.usage_class, subnets());
+    Wanted { client_token, attempt: 1, template: &template, count: requested, usage_class, subnet_ids, needs }
+        .order(at(0))
 }
 
 fn subnets() -> Vec<String> {
@@ -49,7 +45,7 @@ fn an_empty_zone_is_not_asked_again_until_it_is_forgotten() {
     let wanted = needs(OnDemand, 2, &["c7i.*"]);
     let mut known = Shortages::new(MEMORY);
     assert_eq!(known.order(&wanted, &subnets(), false, at(0)), ask(OnDemand, &["a", "b"]));
-    known.note(&request(&wanted, 3), 2, &[out("a", "c7i.large")], at(0));
+    known.note(&order(&wanted, 3), 2, &[out("a", "c7i.large")], at(0));
     assert_eq!(known.order(&wanted, &subnets(), false, at(179)), ask(OnDemand, &["b"]));
     assert_eq!(known.order(&wanted, &subnets(), false, at(180)), ask(OnDemand, &["a", "b"]));
 }
@@ -58,8 +54,8 @@ fn an_empty_zone_is_not_asked_again_until_it_is_forgotten() {
 fn when_every_zone_is_empty_a_claim_waits_and_says_where_and_until_when() {
     let wanted = needs(OnDemand, 2, &["*"]);
     let mut known = Shortages::new(MEMORY);
-    known.note(&request(&wanted, 1), 0, &[out("b", "c7i.large"), out("a", "m7i.large")], at(0));
-    known.note(&request(&wanted, 1), 0, &[out("b", "c7i.large")], at(60));
+    known.note(&order(&wanted, 1), 0, &[out("b", "c7i.large"), out("a", "m7i.large")], at(0));
+    known.note(&order(&wanted, 1), 0, &[out("b", "c7i.large")], at(60));
     let message = "insufficient capacity in zones zone-a, zone-b, retry at 2025-06-15T15:09:40Z".to_owned();
     assert_eq!(known.order(&wanted, &subnets(), false, at(61)), Order::Wait { until: at(180), message });
 }
@@ -68,7 +64,7 @@ fn when_every_zone_is_empty_a_claim_waits_and_says_where_and_until_when() {
 fn what_is_empty_for_one_is_empty_for_the_same_or_more_and_for_nobody_else() {
     let wanted = needs(OnDemand, 4, &["c7*", "m7i.large"]);
     let mut known = Shortages::new(MEMORY);
-    known.note(&request(&wanted, 1), 0, &[out("a", "c7i.large"), out("b", "c7i.large")], at(0));
+    known.note(&order(&wanted, 1), 0, &[out("a", "c7i.large"), out("b", "c7i.large")], at(0));
     let waits = |needs: Needs| matches!(known.order(&needs, &subnets(), false, at(1)), Order::Wait { .. });
     for (usage_class, cpu, types, empty) in [
         (OnDemand, 4, &["c7*", "m7i.large"][..], true),
@@ -87,7 +83,7 @@ fn what_is_empty_for_one_is_empty_for_the_same_or_more_and_for_nobody_else() {
 fn a_type_that_was_out_while_others_were_not_is_remembered_alone() {
     let wanted = needs(OnDemand, 2, &["*"]);
     let mut known = Shortages::new(MEMORY);
-    known.note(&request(&wanted, 1), 1, &[out("a", "c7i.large")], at(0));
+    known.note(&order(&wanted, 1), 1, &[out("a", "c7i.large")], at(0));
     assert_eq!(known.order(&wanted, &subnets(), false, at(1)), ask(OnDemand, &["a", "b"]));
     assert_eq!(known.order(&needs(OnDemand, 2, &["c7i.large"]), &subnets(), false, at(1)), ask(OnDemand, &["b"]));
 }
@@ -96,13 +92,13 @@ fn a_type_that_was_out_while_others_were_not_is_remembered_alone() {
 fn spot_falls_back_to_on_demand_only_where_the_pool_allows_and_spot_is_out_everywhere() {
     let wanted = needs(Spot, 2, &["*"]);
     let mut known = Shortages::new(MEMORY);
-    known.note(&request(&wanted, 1), 0, &[out("a", "")], at(0));
+    known.note(&order(&wanted, 1), 0, &[out("a", "")], at(0));
     assert_eq!(known.order(&wanted, &subnets(), true, at(1)), ask(Spot, &["b"]));
-    known.note(&request(&wanted, 1), 0, &[out("b", "")], at(1));
+    known.note(&order(&wanted, 1), 0, &[out("b", "")], at(1));
     assert_eq!(known.order(&wanted, &subnets(), true, at(2)), ask(OnDemand, &["a", "b"]));
     assert!(matches!(known.order(&wanted, &subnets(), false, at(2)), Order::Wait { .. }));
     let dear = needs(OnDemand, 2, &["*"]);
-    known.note(&request(&dear, 1), 0, &[out("a", ""), out("b", "")], at(2));
+    known.note(&order(&dear, 1), 0, &[out("a", ""), out("b", "")], at(2));
     assert!(matches!(known.order(&wanted, &subnets(), true, at(3)), Order::Wait { .. }));
 }
 
@@ -111,7 +107,7 @@ fn only_capacity_is_remembered_and_the_rest_is_the_pools_trouble() {
     let wanted = needs(OnDemand, 2, &["*"]);
     let cause = |code: &str| Cause { code: code.into(), message: "No.".into(), ..out("a", "") };
     let mut known = Shortages::new(MEMORY);
-    known.note(&request(&wanted, 1), 0, &[cause("InvalidSubnetID.NotFound")], at(0));
+    known.note(&order(&wanted, 1), 0, &[cause("InvalidSubnetID.NotFound")], at(0));
     assert_eq!(known, Shortages::new(MEMORY));
     for (code, expected) in [
         ("InvalidSubnetID.NotFound", (PoolReason::InvalidSpec, "check spec.ec2.subnetIds")),
@@ -152,7 +148,7 @@ proptest! {
         events.sort_by_key(|(_, when)| *when);
         events.retain(|(_, when)| *when <= now);
         for (place, when) in &events {
-            known.note(&request(&wanted, 1), 0, &[out(["a", "b", "c"][*place], "")], at(*when));
+            known.note(&order(&wanted, 1), 0, &[out(["a", "b", "c"][*place], "")], at(*when));
         }
         let recent = |index: usize| events.iter().any(|(place, when)| *place == index && now - when < 180);
         match known.order(&wanted, &all, false, at(now)) {

@@ -146,6 +146,11 @@ impl Aws {
         self.calls().get(&service).and_then(|actions| actions.get(action)).copied().unwrap_or(0)
     }
 
+    /// Whether the emulated EC2 works on an answer.
+    pub fn is_ec2_busy(&self) -> bool {
+        self.front.moto.try_lock().is_err()
+    }
+
     pub fn reset_calls(&self) {
         self.front.calls.lock().unwrap().clear();
     }

@@ -61,10 +61,11 @@ pub async fn run(isolated: &Isolated) -> Result<()> {
     outcome
 }
 
+/// Those who watch come first, and so end before what they watch.
 struct Bench {
+    boards: Boards,
     kube: ControlPlane,
     github: GitHub,
-    boards: Boards,
     _nodes: SimulatedNodes,
     app: u64,
     operator: Option<Operator>,

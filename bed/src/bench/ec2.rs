@@ -116,10 +116,12 @@ async fn measure(isolated: &Isolated, report: &mut Report) -> Result<()> {
     bench.until("the large pool is warm", warm).await?;
     say(&format!("warm after {:.0} s; now it settles …", warming.elapsed().as_secs_f64()));
     report.rest = bench.rest().await?;
-    // To list a thousand machines takes the emulated EC2 seconds of a core that all others need.
+    // To list a thousand machines takes the emulated EC2 seconds of a core that all others need: both pools are to have been
+    // compared a moment ago.
     say("the next comparison with EC2 …");
-    bench.until("EC2 was asked", || bench.listed() > 0).await?;
+    bench.until("EC2 was asked for both pools", || bench.listed() >= 2).await?;
     bench.settle().await?;
+    bench.until("EC2 has answered", || !bench.stage.aws.is_ec2_busy()).await?;
     say("100 claims of 10 …");
     let hundred = (0..100).map(|_| bench.claim(LARGE, 10, None)).collect();
     let thousand = bench.round(hundred).await?;
@@ -141,10 +143,11 @@ async fn measure(isolated: &Isolated, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
+/// Those who watch come first, and so end before what they watch.
 struct Bench {
-    stage: Stage,
-    agents: Agents,
     claims: Claims,
+    agents: Agents,
+    stage: Stage,
 }
 
 /// One or more claims at once, from their creation to the last that is Ready.

@@ -10,14 +10,11 @@ use super::{
     provision::{Over, Supply},
 };
 use crate::{
-    api::{
-        ClaimPhase, ClaimReason, FailureReason, FleetOrder, TAG_CLAIM, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL,
-        UsageClass,
-    },
+    api::{ClaimPhase, ClaimReason, FailureReason, TAG_CLAIM, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL, UsageClass},
     controllers::pool::{at_aws, prepare_timer},
     effects::{aws::AwsError, machines::FleetOutcome},
     plan::{
-        fleet::{FleetRequest, Wanted, client_token},
+        fleet::{Wanted, client_token},
         shortage::{Kind, Order, in_words, trouble},
     },
 };
@@ -76,8 +73,8 @@ impl Work {
     pub(super) async fn order(&mut self, supply: &Supply) -> Result<Over> {
         loop {
             let order = self.status.fleet.clone().context("there is no order")?;
-            let request = self.request(&order);
-            let outcome = match self.context.machines.create_fleet(&request).await {
+            let tags = self.tags();
+            let outcome = match self.context.machines.create_fleet(&order, &tags).await {
                 Ok(outcome) => outcome,
                 // Nothing was made. The pool makes another template, and the order goes out anew with that.
                 Err(error) if error.is_template_gone() => {
@@ -99,7 +96,7 @@ impl Work {
             };
             let now = Timestamp::now();
             self.enter_instances(supply, &outcome, now).await?;
-            self.context.shortages().note(&request, outcome.launched.len(), &outcome.causes, now);
+            self.context.shortages().note(&order, outcome.launched.len(), &outcome.causes, now);
             if outcome.launched.len() as u32 >= order.requested {
                 self.context.launched(self.pool.as_deref(), None);
                 if let Some(fleet) = &mut self.status.fleet {
@@ -139,14 +136,13 @@ impl Work {
         }
     }
 
-    fn request(&self, order: &FleetOrder) -> FleetRequest {
-        let tags = vec![
+    fn tags(&self) -> [(String, String); 4] {
+        [
             (TAG_CLUSTER.into(), self.context.settings.cluster_name.clone()),
             (TAG_POOL.into(), self.pool_key()),
             (TAG_CLAIM.into(), self.name.clone()),
             (TAG_INITIAL_RUN_ID.into(), self.claim.spec.run_id.clone()),
-        ];
-        FleetRequest::new(order, tags)
+        ]
     }
 
     async fn enter_instances(&self, supply: &Supply, outcome: &FleetOutcome, now: Timestamp) -> Result<(), AwsError> {

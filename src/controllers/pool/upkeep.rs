@@ -5,11 +5,12 @@ use std::{cmp::Reverse, collections::HashSet, sync::Arc, time::Duration};
 use jiff::Timestamp;
 use kube::runtime::events::EventType;
 use paddock_record::{Instance, State};
+use tokio::task::JoinHandle;
 
 use super::{Trouble, at_aws};
 use crate::{
     api::{Ec2Pool, Queue, RunnerPool},
-    controllers::Context,
+    controllers::{Context, lock},
     effects::{
         aws::AwsError,
         records::{MOVES_PER_WRITE, Outcome},
@@ -60,19 +61,25 @@ pub(super) async fn keep_up(
     pool_warm(context, warming, ec2, queues).await.map_err(at_aws)?;
     renew(context, renewed, ec2, queues).await.map_err(at_aws)?;
     offer_missing(context, key, &context.ledger.of_pool(key), queues).await.map_err(at_aws)?;
-    let period = if context.ledger.is_claiming() { 2 * SWEEP } else { SWEEP };
-    if context.timers.due(&format!("sweep {key}"), period) {
-        let (context, key, queues) = (context.clone(), key.to_owned(), queues.to_vec());
-        // EC2 may be slow to list; machines are looked after meanwhile.
-        tokio::spawn(async move {
-            let swept = async {
-                sweep(&context, &key).await?;
-                restore_offers(&context, &key, &queues).await
-            };
-            context.troubles.swept(&key, swept.await.map_err(at_aws).err());
-        });
-    }
+    sweep_if_due(context, key, queues);
     context.troubles.of_upkeep(key).map_or(Ok(()), Err)
+}
+
+/// Starts a sweep, one at a time. EC2 may be slow to list; machines are looked after meanwhile.
+fn sweep_if_due(context: &Arc<Context>, key: &str, queues: &[Queue]) {
+    let period = if context.ledger.is_claiming() { 2 * SWEEP } else { SWEEP };
+    let mut sweeps = lock(&context.sweeps);
+    if sweeps.get(key).is_none_or(JoinHandle::is_finished) && context.timers.due(&format!("sweep {key}"), period) {
+        let (context, pool, queues) = (context.clone(), key.to_owned(), queues.to_vec());
+        let sweep = tokio::spawn(async move {
+            let swept = async {
+                sweep(&context, &pool).await?;
+                restore_offers(&context, &pool, &queues).await
+            };
+            context.troubles.swept(&pool, swept.await.map_err(at_aws).err());
+        });
+        sweeps.insert(key.to_owned(), sweep);
+    }
 }
 
 /// Whether nobody asks for the record of an ended machine any more. One whose runner may still be at GitHub stays a while

@@ -13,7 +13,7 @@ use crate::{
     controllers::{Context, launches::Reservation, objects},
     effects::aws::AwsError,
     plan::{
-        fleet::{FleetRequest, Wanted, client_token},
+        fleet::{Wanted, client_token},
         pickup::Needs,
         shortage::{Order, in_words, trouble},
     },
@@ -114,13 +114,12 @@ async fn carry_out(
     order: &FleetOrder,
     new: &mut RunnerPoolStatus,
 ) -> Result<(), Trouble> {
-    let tags = vec![
+    let tags = [
         (TAG_CLUSTER.into(), context.settings.cluster_name.clone()),
         (TAG_POOL.into(), key.to_owned()),
         (TAG_INITIAL_RUN_ID.into(), String::new()),
     ];
-    let request = FleetRequest::new(order, tags);
-    let outcome = match context.machines.create_fleet(&request).await {
+    let outcome = match context.machines.create_fleet(order, &tags).await {
         Ok(outcome) => outcome,
         Err(error @ (AwsError::Refused { .. } | AwsError::Denied { .. })) => {
             new.fleet = None;
@@ -143,7 +142,7 @@ async fn carry_out(
     context.ledger.create(&records).await.map_err(at_aws)?;
     context.launches.note_carried_out(key, &order.client_token);
     new.fleet = None;
-    context.shortages().note(&request, outcome.launched.len(), &outcome.causes, now);
+    context.shortages().note(order, outcome.launched.len(), &outcome.causes, now);
     let trouble = trouble(&outcome.causes).filter(|_| outcome.launched.is_empty());
     context.launched(Some(pool), trouble.clone());
     match trouble {
