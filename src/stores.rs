@@ -1,6 +1,13 @@
 //! One watch and one cache per kind, shared by every controller and page.
 
-use std::{fmt::Debug, mem::take, sync::Arc, time::Duration};
+use std::{
+    collections::{HashMap, hash_map::RandomState},
+    fmt::Debug,
+    hash::BuildHasher,
+    mem::take,
+    sync::{Arc, PoisonError, RwLock},
+    time::Duration,
+};
 
 use futures::{Stream, StreamExt, stream};
 use k8s_openapi::api::core::v1::{Container, Node, NodeStatus, Pod, PodSpec, PodStatus};
@@ -38,13 +45,15 @@ const BACKLOG: usize = 256;
 /// A kind that is watched: its cache, and the stream of its changes.
 pub struct Watched<K: Resource<DynamicType = ()> + Clone + 'static> {
     pub store: Store<K>,
+    groups: Arc<Groups<K>>,
     changes: broadcast::Sender<Arc<K>>,
     is_over: fn(&K) -> bool,
 }
 
 impl<K: Resource<DynamicType = ()> + Clone + 'static> Clone for Watched<K> {
     fn clone(&self) -> Self {
-        Self { store: self.store.clone(), changes: self.changes.clone(), is_over: self.is_over }
+        let (store, groups, changes) = (self.store.clone(), self.groups.clone(), self.changes.clone());
+        Self { store, groups, changes, is_over: self.is_over }
     }
 }
 
@@ -53,11 +62,18 @@ where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
 {
     /// Starts watching; the watch ends with the runtime. `trim` drops what nobody here reads; what `is_over` has nothing left
-    /// to be done.
-    fn start(api: Api<K>, config: watcher::Config, trim: fn(&mut K), is_over: fn(&K) -> bool) -> Self {
+    /// to be done; `owner` is by what else than its name an object is found.
+    fn start(
+        api: Api<K>,
+        config: watcher::Config,
+        trim: fn(&mut K),
+        is_over: fn(&K) -> bool,
+        owner: fn(&K) -> Option<&str>,
+    ) -> Self {
         let (store, writer) = reflector::store();
         let changes = broadcast::Sender::new(BACKLOG);
-        let (sender, shown) = (changes.clone(), store.clone());
+        let groups = Arc::new(Groups::new(owner));
+        let (sender, shown, grouped) = (changes.clone(), store.clone(), groups.clone());
         let trim_all = move |object: &mut K| {
             object.meta_mut().managed_fields = None;
             trim(object);
@@ -67,14 +83,20 @@ where
             match event {
                 // No subscriber is no error: a follower has none.
                 Ok(watcher::Event::Apply(object)) => {
-                    let shared = shown.get(&ObjectRef::from_obj(&object));
-                    let _ = sender.send(shared.unwrap_or_else(|| Arc::new(object)));
+                    let shared = shown.get(&ObjectRef::from_obj(&object)).unwrap_or_else(|| Arc::new(object));
+                    grouped.put(&shared);
+                    let _ = sender.send(shared);
                 }
-                Ok(watcher::Event::Delete(object)) => drop(sender.send(Arc::new(object))),
+                Ok(watcher::Event::Delete(object)) => {
+                    grouped.remove(&object);
+                    let _ = sender.send(Arc::new(object));
+                }
                 // A list shows in the cache when it is complete, not before.
                 Ok(watcher::Event::Init | watcher::Event::InitApply(_)) => {}
                 Ok(watcher::Event::InitDone) => {
-                    for object in shown.state() {
+                    let all = shown.state();
+                    grouped.fill(&all);
+                    for object in all {
                         let _ = sender.send(object);
                     }
                 }
@@ -82,7 +104,12 @@ where
             }
             std::future::ready(())
         }));
-        Self { store, changes, is_over }
+        Self { store, groups, changes, is_over }
+    }
+
+    /// The objects of this owner, at least as far as the stream has told.
+    pub fn of(&self, owner: &str) -> Vec<Arc<K>> {
+        self.groups.of(owner)
     }
 
     /// Every object there is, those that are over bit by bit, and each one that changes or goes. The cache always shows at
@@ -119,6 +146,56 @@ where
     }
 }
 
+/// Objects by their owner.
+struct Groups<K> {
+    owner: fn(&K) -> Option<&str>,
+    hasher: RandomState,
+    /// By a hash: the owners' names would take more memory than all the rest.
+    members: RwLock<HashMap<u64, Vec<Arc<K>>>>,
+}
+
+impl<K: Resource<DynamicType = ()>> Groups<K> {
+    fn new(owner: fn(&K) -> Option<&str>) -> Self {
+        Self { owner, hasher: RandomState::new(), members: RwLock::default() }
+    }
+
+    fn of(&self, owner: &str) -> Vec<Arc<K>> {
+        let members = self.members.read().unwrap_or_else(PoisonError::into_inner);
+        let here = members.get(&self.hasher.hash_one(owner)).into_iter().flatten();
+        here.filter(|object| (self.owner)(object) == Some(owner)).cloned().collect()
+    }
+
+    fn put(&self, object: &Arc<K>) {
+        self.change(object, Some(object));
+    }
+
+    fn remove(&self, object: &K) {
+        self.change(object, None);
+    }
+
+    /// Puts `new` in the place of the object of the same name.
+    fn change(&self, object: &K, new: Option<&Arc<K>>) {
+        let Some(owner) = (self.owner)(object) else { return };
+        let hash = self.hasher.hash_one(owner);
+        let mut members = self.members.write().unwrap_or_else(PoisonError::into_inner);
+        let here = members.entry(hash).or_insert_with(|| Vec::with_capacity(1));
+        let same = |other: &K| {
+            let (one, other) = (object.meta(), other.meta());
+            (&one.namespace, &one.name) == (&other.namespace, &other.name)
+        };
+        here.retain(|other| !same(other));
+        here.extend(new.cloned());
+        if here.is_empty() {
+            members.remove(&hash);
+        }
+    }
+
+    fn fill(&self, all: &[Arc<K>]) {
+        self.members.write().unwrap_or_else(PoisonError::into_inner).clear();
+        all.iter().for_each(|object| self.put(object));
+    }
+}
+
 /// Everything the operator reads from Kubernetes.
 #[derive(Clone)]
 pub struct Stores {
@@ -135,13 +212,13 @@ impl Stores {
     pub fn start(client: &Client, namespace: Option<&str>) -> Self {
         let all = || watcher::Config::default().page_size(PAGE);
         let (pools, claims, workers) = (
-            Watched::<RunnerPool>::start(scoped(client, namespace), all(), forget_applied, |_| false),
-            Watched::<RunnerClaim>::start(scoped(client, namespace), all(), trim_claim, is_claim_over),
-            Watched::<Worker>::start(scoped(client, namespace), all(), trim_worker, is_worker_over),
+            Watched::<RunnerPool>::start(scoped(client, namespace), all(), forget_applied, |_| false, |_| None),
+            Watched::<RunnerClaim>::start(scoped(client, namespace), all(), trim_claim, is_claim_over, |_| None),
+            Watched::<Worker>::start(scoped(client, namespace), all(), trim_worker, is_worker_over, Worker::claim_uid),
         );
         let runners = all().labels(&format!("{LABEL_APP}={APP}"));
-        let pods = Watched::<Pod>::start(scoped(client, namespace), runners, trim_pod, |_| false);
-        let nodes = Watched::<Node>::start(Api::all(client.clone()), all(), trim_node, |_| false);
+        let pods = Watched::<Pod>::start(scoped(client, namespace), runners, trim_pod, |_| false, |_| None);
+        let nodes = Watched::<Node>::start(Api::all(client.clone()), all(), trim_node, |_| false, |_| None);
         // One task waits for all: a store wakes only the last one who waits for it.
         let (filling, filled) = watch::channel(false);
         let stores = Self { pools, claims, workers, pods, nodes, filled };
@@ -277,13 +354,39 @@ mod tests {
         }
         writer.apply_watcher_event(&watcher::Event::InitDone);
         let is_over = |node: &Node| node.name_any().starts_with("old");
-        let nodes = Watched { store, changes: broadcast::Sender::new(BACKLOG), is_over };
+        let groups = Arc::new(Groups::new(|_| None));
+        let nodes = Watched { store, groups, changes: broadcast::Sender::new(BACKLOG), is_over };
         let told = nodes.stream();
         nodes.changes.send(Arc::new(node("changed"))).unwrap();
         let told: Vec<_> = told.take(old.len() + 2).map(|node| node.name_any()).collect().await;
         assert_eq!(told[..2], ["open", "changed"]);
         let told: HashSet<_> = told.into_iter().collect();
         assert!(old.iter().all(|node| told.contains(&node.name_any())));
+    }
+
+    #[test]
+    fn workers_are_found_by_their_claim() {
+        let groups = Groups::new(Worker::claim_uid);
+        let worker = |name: &str, claim: &str| Arc::new(samples::board_worker(name, "p", claim));
+        let names = |claim: &str| {
+            let mut names: Vec<_> = groups.of(claim).iter().map(|worker| worker.name_any()).collect();
+            names.sort();
+            names
+        };
+        let (a, b, c) = (worker("a", "1"), worker("b", "1"), worker("c", "2"));
+        let one = a.claim_uid().unwrap();
+        groups.fill(&[a.clone(), c]);
+        groups.put(&b);
+        groups.put(&a);
+        assert_eq!(names(one), ["a", "b"]);
+        let mut later = (*a).clone();
+        later.metadata.resource_version = Some("2".into());
+        groups.put(&Arc::new(later));
+        assert!(groups.of(one).iter().any(|worker| worker.resource_version().as_deref() == Some("2")));
+        groups.remove(&a);
+        assert_eq!(names(one), ["b"]);
+        groups.fill(&[]);
+        assert_eq!(names(one), [""; 0]);
     }
 
     #[test]

@@ -99,6 +99,13 @@ pub struct WorkerSpec {
     pub board: Option<BoardWorker>,
 }
 
+impl Worker {
+    /// The claim that a pod's worker was made for.
+    pub fn claim_uid(&self) -> Option<&str> {
+        self.spec.board.as_ref().map(|board| board.claim_uid.as_str())
+    }
+}
+
 /// A machine in EC2.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]

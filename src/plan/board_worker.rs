@@ -43,13 +43,8 @@ pub fn labels(pool: &str, board: &BoardWorker) -> BTreeMap<String, String> {
 
 /// Whether the worker was made for exactly this claim.
 pub fn serves(worker: &Worker, claim: &RunnerClaim) -> bool {
-    let uid = claim_uid(worker);
+    let uid = worker.claim_uid();
     uid.is_some() && uid == claim.metadata.uid.as_deref()
-}
-
-/// The claim that the worker was made for.
-pub fn claim_uid(worker: &Worker) -> Option<&str> {
-    worker.spec.board.as_ref().map(|board| board.claim_uid.as_str())
 }
 
 /// Which of its claim's workers it is.

@@ -11,7 +11,7 @@ use std::{
 use jiff::{SignedDuration, Timestamp};
 
 use super::{
-    board_worker::{self, attempt, claim_uid, is_failed, since, state},
+    board_worker::{self, attempt, is_failed, since, state},
     capacity::{Capacity, PoolKey, is_active},
     entity::{EntityLimits, Scope},
     health::Binding,
@@ -205,7 +205,7 @@ fn surplus(
     let mut names = BTreeSet::new();
     for (group, mut workers) in spare {
         let most = deficits.get(&group).map_or(0, |deficit| usize::try_from(-deficit).unwrap_or(0));
-        workers.retain(|worker| !claim_uid(worker).is_some_and(|uid| asking.contains(uid)));
+        workers.retain(|worker| !worker.claim_uid().is_some_and(|uid| asking.contains(uid)));
         workers.sort_by_key(|worker| {
             let made = worker.metadata.creation_timestamp.as_ref().map(|time| time.0);
             std::cmp::Reverse((state(worker) == WorkerState::Pending, made, name(worker)))

@@ -2,7 +2,10 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::plan::samples::{board, board_pool, claim, node, with};
+use crate::plan::{
+    samples::{board, board_pool, claim, node, with},
+    supply::drop_records,
+};
 
 const NOW: i64 = 1_735_700_000;
 
@@ -38,12 +41,20 @@ impl Stage {
     }
 
     fn plan(&self) -> Plan {
+        let plan = self.plan_with(&self.claims, &self.workers);
+        let (mut claims, mut workers) = (self.claims.clone(), self.workers.clone());
+        drop_records(&mut claims, &mut workers, &self.jobs);
+        assert_eq!(self.plan_with(&claims, &workers), plan, "records decide nothing");
+        plan
+    }
+
+    fn plan_with(&self, claims: &[Arc<RunnerClaim>], workers: &[Arc<Worker>]) -> Plan {
         let pools = self.pools.iter().map(|pool| (pool_key(pool), board(pool)));
-        let capacity = Capacity::count(pools, &[Arc::new(node("n", self.slots))], &[], &self.workers);
+        let capacity = Capacity::count(pools, &[Arc::new(node("n", self.slots))], &[], workers);
         decide(Scene {
             pools: &self.pools,
-            claims: &self.claims,
-            workers: &self.workers,
+            claims,
+            workers,
             capacity,
             limits: &self.limits,
             not_ready: &self.not_ready,

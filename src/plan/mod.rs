@@ -25,6 +25,6 @@ pub(crate) mod sample_ec2;
 pub(crate) mod samples;
 pub mod shortage;
 pub mod signature;
-mod supply;
+pub mod supply;
 pub mod user_data;
 pub mod webhook;

@@ -1,14 +1,14 @@
 //! The workers as demand looks for them: whose they are, what their runners do, and whether they take a job.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     sync::Arc,
 };
 
 use jiff::Timestamp;
 
 use super::{
-    board_worker::{claim_uid, ended},
+    board_worker::ended,
     capacity::is_active,
     demand::is_open,
     health::Binding,
@@ -30,7 +30,7 @@ impl<'a> Index<'a> {
         let mut by_claim: BTreeMap<_, Vec<_>> = BTreeMap::new();
         let mut by_name = BTreeMap::new();
         for worker in workers.iter().map(Arc::as_ref).filter(|worker| worker.spec.board.is_some()) {
-            if let Some(uid) = claim_uid(worker) {
+            if let Some(uid) = worker.claim_uid() {
                 by_claim.entry(uid).or_default().push(worker);
             }
             by_name.insert(name(worker), worker);
@@ -81,6 +81,26 @@ impl<'a> Index<'a> {
         }
         bindings
     }
+}
+
+/// Drops the records that no decision rests on, of which there may be thousands: what is left decides the same.
+pub fn drop_records(
+    claims: &mut Vec<Arc<RunnerClaim>>,
+    workers: &mut Vec<Arc<Worker>>,
+    jobs: &BTreeMap<String, JobSeen>,
+) {
+    let runner = |claim: &RunnerClaim| {
+        let seen = claim.metadata.uid.as_ref().and_then(|uid| jobs.get(uid));
+        Some(jobs::runner(claim, seen)?.name)
+    };
+    let open: Vec<_> = claims.iter().filter(|claim| is_open(claim)).collect();
+    let uids: HashSet<_> = open.iter().filter_map(|claim| claim.metadata.uid.as_deref()).collect();
+    let taking: HashSet<_> = open.iter().filter_map(|claim| runner(claim)).collect();
+    let is_asked_for =
+        |worker: &Worker| worker.claim_uid().is_some_and(|uid| uids.contains(uid)) || taking.contains(name(worker));
+    workers.retain(|worker| is_active(worker) || is_asked_for(worker));
+    let names: HashSet<_> = workers.iter().map(|worker| name(worker)).collect();
+    claims.retain(|claim| is_open(claim) || runner(claim).is_some_and(|name| names.contains(name.as_str())));
 }
 
 /// Whether the worker's runner takes a further job. One that is being deleted does not, and a runner runs one job alone.

@@ -132,10 +132,11 @@ impl Board {
             Err(wait) => (None, Some(wait)),
         };
         let runner = jobs::runner(claim, self.memory.job(claim).as_ref());
-        let bindings = lock(&self.memory.bindings).clone();
+        let bindings = lock(&self.memory.bindings);
         let others = own.iter().filter_map(|worker| worker.metadata.name.as_deref());
         let others = others.filter(|name| runner.as_ref().is_none_or(|runner| runner.name != **name));
         let taken = others.filter(|name| claim.spec.job.is_some() && bindings.contains_key(*name)).collect();
+        drop(bindings);
         let standing = Standing {
             pool: name.as_deref(),
             workers: own,

@@ -19,6 +19,7 @@ use crate::{
     plan::{
         capacity::Capacity,
         demand::{Decision, Plan, Scene, Wait, decide, pool_key},
+        supply::drop_records,
     },
 };
 
@@ -80,11 +81,13 @@ impl Board {
         let making = self.making.lock().await;
         self.reservations.settle(client, &stores.workers).await?;
 
-        let workers = self.all_workers();
-        let (pools, claims) = (stores.pools.store.state(), stores.claims.store.state());
+        let mut workers = self.all_workers();
+        let (pools, mut claims) = (stores.pools.store.state(), stores.claims.store.state());
         if self.context.timers.due("board memory", LOOK_AGAIN) {
             self.memory.tidy(&claims, &workers);
         }
+        let jobs = lock(&self.memory.jobs).clone();
+        drop_records(&mut claims, &mut workers, &jobs);
         let limits = self.limits.read();
         let not_ready = self.not_ready(&pools, limits.as_ref().err());
         let plan = decide(Scene {
@@ -94,7 +97,7 @@ impl Board {
             workers: &workers,
             limits: &limits.unwrap_or_default(),
             not_ready: &not_ready,
-            jobs: &lock(&self.memory.jobs).clone(),
+            jobs: &jobs,
             troubles: &self.memory.troubles(),
             prefix: &self.prefix,
             now: Timestamp::now(),
@@ -209,8 +212,8 @@ impl Board {
     fn tell_claims(&self, waits: BTreeMap<String, Wait>, claims: &[Arc<RunnerClaim>]) {
         let before = std::mem::replace(&mut *lock(&self.memory.waits), waits.clone());
         for claim in claims {
-            let uid = claim.uid().unwrap_or_default();
-            if before.get(&uid) != waits.get(&uid) {
+            let uid = claim.metadata.uid.as_deref().unwrap_or_default();
+            if before.get(uid) != waits.get(uid) {
                 let _ = self.claims.send(ObjectRef::from_obj(&**claim));
             }
         }

@@ -129,9 +129,15 @@ impl Board {
 
     /// The claim's own workers.
     fn workers_of(&self, claim: &RunnerClaim) -> Vec<Arc<Worker>> {
-        let mut workers = self.all_workers();
-        workers.retain(|worker| board_worker::serves(worker, claim));
-        workers
+        // First what is hidden, as above.
+        let hidden = self.reservations.beyond(|worker| !board_worker::serves(worker, claim));
+        let mut own = claim.uid().map_or_else(Vec::new, |uid| self.context.stores.workers.of(&uid));
+        for worker in hidden {
+            if !own.iter().any(|own| own.metadata.name == worker.metadata.name) {
+                own.push(worker);
+            }
+        }
+        own
     }
 
     async fn turn(&self) -> SemaphorePermit<'_> {

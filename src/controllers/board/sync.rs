@@ -168,7 +168,7 @@ impl Board {
         }
         let mut ended: HashMap<&str, Timestamp> = HashMap::new();
         for worker in &workers {
-            if let (Some(uid), Some(end)) = (board_worker::claim_uid(worker), board_worker::ended(worker)) {
+            if let (Some(uid), Some(end)) = (worker.claim_uid(), board_worker::ended(worker)) {
                 let last = ended.entry(uid).or_insert(end);
                 *last = end.max(*last);
             }

@@ -157,9 +157,9 @@ impl Board {
     /// Whether enough later workers of its claim failed too.
     fn is_outdated(&self, worker: &Worker) -> bool {
         is_failed(worker) && {
-            let claim = board_worker::claim_uid(worker);
+            let claim = worker.claim_uid();
             let later = self.context.stores.workers.store.state_filter(|other| {
-                board_worker::claim_uid(other) == claim
+                other.claim_uid() == claim
                     && is_failed(other)
                     && board_worker::attempt(other) > board_worker::attempt(worker)
             });
