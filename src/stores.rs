@@ -16,7 +16,7 @@ use kube::{
     core::NamespaceResourceScope,
     runtime::{
         WatchStreamExt,
-        reflector::{self, ObjectRef, Store},
+        reflector::{self, ObjectRef, Store, store::Writer},
         watcher,
     },
 };
@@ -70,7 +70,7 @@ where
         is_over: fn(&K) -> bool,
         owner: fn(&K) -> Option<&str>,
     ) -> Self {
-        let (store, writer) = reflector::store();
+        let (store, mut writer) = reflector::store();
         let changes = broadcast::Sender::new(BACKLOG);
         let groups = Arc::new(Groups::new(owner));
         let (sender, shown, grouped) = (changes.clone(), store.clone(), groups.clone());
@@ -78,25 +78,12 @@ where
             object.meta_mut().managed_fields = None;
             trim(object);
         };
-        let events = watcher(api, config).default_backoff().modify(trim_all).reflect(writer);
+        let events = watcher(api, config).default_backoff().modify(trim_all);
         tokio::spawn(events.for_each(move |event| {
             match event {
-                // No subscriber is no error: a follower has none.
-                Ok(watcher::Event::Apply(object)) => {
-                    let shared = shown.get(&ObjectRef::from_obj(&object)).unwrap_or_else(|| Arc::new(object));
-                    grouped.put(&shared);
-                    let _ = sender.send(shared);
-                }
-                Ok(watcher::Event::Delete(object)) => {
-                    grouped.remove(&object);
-                    let _ = sender.send(Arc::new(object));
-                }
-                // A list shows in the cache when it is complete, not before.
-                Ok(watcher::Event::Init | watcher::Event::InitApply(_)) => {}
-                Ok(watcher::Event::InitDone) => {
-                    let all = shown.state();
-                    grouped.fill(&all);
-                    for object in all {
+                Ok(event) => {
+                    for object in grouped.apply(event, &mut writer, &shown) {
+                        // No subscriber is no error: a follower has none.
                         let _ = sender.send(object);
                     }
                 }
@@ -154,7 +141,7 @@ struct Groups<K> {
     members: RwLock<HashMap<u64, Vec<Arc<K>>>>,
 }
 
-impl<K: Resource<DynamicType = ()>> Groups<K> {
+impl<K: Resource<DynamicType = ()> + Clone + 'static> Groups<K> {
     fn new(owner: fn(&K) -> Option<&str>) -> Self {
         Self { owner, hasher: RandomState::new(), members: RwLock::default() }
     }
@@ -165,35 +152,57 @@ impl<K: Resource<DynamicType = ()>> Groups<K> {
         here.filter(|object| (self.owner)(object) == Some(owner)).cloned().collect()
     }
 
-    fn put(&self, object: &Arc<K>) {
-        self.change(object, Some(object));
-    }
-
-    fn remove(&self, object: &K) {
-        self.change(object, None);
-    }
-
-    /// Puts `new` in the place of the object of the same name.
-    fn change(&self, object: &K, new: Option<&Arc<K>>) {
-        let Some(owner) = (self.owner)(object) else { return };
-        let hash = self.hasher.hash_one(owner);
+    /// Takes an event into the cache and the groups, and gives what there is to tell. Whoever has seen an object in the
+    /// cache finds it in its group, too: until both have it, nobody looks into the groups.
+    fn apply(&self, event: watcher::Event<K>, cache: &mut Writer<K>, shown: &Store<K>) -> Vec<Arc<K>> {
         let mut members = self.members.write().unwrap_or_else(PoisonError::into_inner);
-        let here = members.entry(hash).or_insert_with(|| Vec::with_capacity(1));
-        let same = |other: &K| {
-            let (one, other) = (object.meta(), other.meta());
-            (&one.namespace, &one.name) == (&other.namespace, &other.name)
-        };
-        here.retain(|other| !same(other));
-        here.extend(new.cloned());
-        if here.is_empty() {
-            members.remove(&hash);
+        cache.apply_watcher_event(&event);
+        match event {
+            watcher::Event::Apply(object) => {
+                let shared = shown.get(&ObjectRef::from_obj(&object)).unwrap_or_else(|| Arc::new(object));
+                self.put(&mut members, &shared);
+                vec![shared]
+            }
+            watcher::Event::Delete(object) => {
+                self.remove(&mut members, &object);
+                vec![Arc::new(object)]
+            }
+            // A list shows in the cache when it is complete, not before.
+            watcher::Event::Init | watcher::Event::InitApply(_) => vec![],
+            watcher::Event::InitDone => {
+                let all = shown.state();
+                members.clear();
+                all.iter().for_each(|object| self.put(&mut members, object));
+                all
+            }
         }
     }
 
-    fn fill(&self, all: &[Arc<K>]) {
-        self.members.write().unwrap_or_else(PoisonError::into_inner).clear();
-        all.iter().for_each(|object| self.put(object));
+    /// In the place of the one before.
+    fn put(&self, members: &mut HashMap<u64, Vec<Arc<K>>>, object: &Arc<K>) {
+        let Some(owner) = (self.owner)(object) else { return };
+        let here = members.entry(self.hasher.hash_one(owner)).or_insert_with(|| Vec::with_capacity(1));
+        match here.iter_mut().find(|other| is_same(&***other, &**object)) {
+            Some(before) => *before = object.clone(),
+            None => here.push(object.clone()),
+        }
     }
+
+    fn remove(&self, members: &mut HashMap<u64, Vec<Arc<K>>>, object: &K) {
+        let Some(owner) = (self.owner)(object) else { return };
+        let hash = self.hasher.hash_one(owner);
+        if let Some(here) = members.get_mut(&hash) {
+            here.retain(|other| !is_same(&**other, object));
+            if here.is_empty() {
+                members.remove(&hash);
+            }
+        }
+    }
+}
+
+fn is_same<K: Resource>(one: &K, other: &K) -> bool {
+    let (one, other) = (one.meta(), other.meta());
+    (&one.namespace, &one.name) == (&other.namespace, &other.name)
 }
 
 /// Everything the operator reads from Kubernetes.
@@ -366,27 +375,35 @@ mod tests {
 
     #[test]
     fn workers_are_found_by_their_claim() {
+        let (store, mut writer) = reflector::store();
         let groups = Groups::new(Worker::claim_uid);
-        let worker = |name: &str, claim: &str| Arc::new(samples::board_worker(name, "p", claim));
-        let names = |claim: &str| {
-            let mut names: Vec<_> = groups.of(claim).iter().map(|worker| worker.name_any()).collect();
-            names.sort();
-            names
+        let worker = |name: &str, claim: &str, version: &str| {
+            let mut worker = samples::board_worker(name, "p", claim);
+            worker.metadata.resource_version = Some(version.into());
+            worker
         };
-        let (a, b, c) = (worker("a", "1"), worker("b", "1"), worker("c", "2"));
-        let one = a.claim_uid().unwrap();
-        groups.fill(&[a.clone(), c]);
-        groups.put(&b);
-        groups.put(&a);
-        assert_eq!(names(one), ["a", "b"]);
-        let mut later = (*a).clone();
-        later.metadata.resource_version = Some("2".into());
-        groups.put(&Arc::new(later));
-        assert!(groups.of(one).iter().any(|worker| worker.resource_version().as_deref() == Some("2")));
-        groups.remove(&a);
-        assert_eq!(names(one), ["b"]);
-        groups.fill(&[]);
-        assert_eq!(names(one), [""; 0]);
+        let mut apply = |event| groups.apply(event, &mut writer, &store).len();
+        let list = |workers: Vec<Worker>| {
+            let listed = workers.into_iter().map(watcher::Event::InitApply);
+            [watcher::Event::Init].into_iter().chain(listed).chain([watcher::Event::InitDone])
+        };
+        let found = |claim: &str| {
+            let own = groups.of(&format!("uid-{claim}"));
+            own.iter().map(|worker| (worker.name_any(), worker.resource_version().unwrap())).collect::<Vec<_>>()
+        };
+        let told: usize = list(vec![worker("a", "1", "1"), worker("c", "2", "1")]).map(&mut apply).sum();
+        assert_eq!((told, found("1")), (2, vec![("a".into(), "1".into())]));
+        apply(watcher::Event::Apply(worker("b", "1", "1")));
+        apply(watcher::Event::Apply(worker("a", "1", "2")));
+        assert_eq!(found("1"), [("a".into(), "2".into()), ("b".into(), "1".into())], "each in its place");
+        apply(watcher::Event::Delete(worker("a", "1", "3")));
+        assert_eq!(found("1"), [("b".into(), "1".into())]);
+        assert_eq!(list(vec![worker("d", "1", "4")]).map(&mut apply).sum::<usize>(), 1);
+        assert_eq!(
+            (found("1"), found("2")),
+            (vec![("d".into(), "4".into())], vec![]),
+            "what a new list does not have is gone"
+        );
     }
 
     #[test]

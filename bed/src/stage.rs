@@ -227,6 +227,15 @@ impl Operator {
         Ok((field("VmRSS:")?, field("RssAnon:")?))
     }
 
+    /// The time that it has had a core for.
+    pub fn cpu(&self) -> Result<Duration> {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.process.pid()))?;
+        // After the name, which may hold anything, in hundredths of a second: of the program, and of the kernel for it.
+        let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).take(2);
+        let ticks = fields.map(str::parse::<u64>).sum::<Result<u64, _>>()?;
+        Ok(Duration::from_millis(10 * ticks))
+    }
+
     /// Where its pages are.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)

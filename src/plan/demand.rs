@@ -31,7 +31,7 @@ const LAST_RETRY: SignedDuration = SignedDuration::from_mins(10);
 pub struct Scene<'a> {
     pub pools: &'a [Arc<RunnerPool>],
     pub claims: &'a [Arc<RunnerClaim>],
-    /// All workers, also those just made that no cache shows yet.
+    /// Those that are active or asked for by an open claim, also such just made that no cache shows yet.
     pub workers: &'a [Arc<Worker>],
     pub capacity: Capacity,
     pub limits: &'a EntityLimits,

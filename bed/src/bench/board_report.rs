@@ -14,6 +14,8 @@ pub struct Report {
     pub memory_10_000: (u64, u64),
     /// A second: jobs that become claims, known ones, such that nobody serves.
     pub webhooks: [f64; 3],
+    /// What the operator itself takes for each job that becomes a claim.
+    pub cpu_per_job: Duration,
     pub rest: BTreeMap<String, u64>,
     /// What the API server bears with nobody else there.
     pub writes_a_second: f64,
@@ -119,6 +121,13 @@ impl fmt::Display for Report {
         writeln!(f, "{other}")?;
         writeln!(f, "- writes in a minute of 100 healthy jobs: {:?}", self.writes_a_minute)?;
         writeln!(f, "- the API server's writes a second, with nobody else there: {:.0}", self.writes_a_second)?;
+        let cpu = self.cpu_per_job.as_secs_f64();
+        writeln!(
+            f,
+            "- the operator's own CPU for each new job, of which 300 get a pod: {:.2} ms, so {:.0} a second for a core",
+            1000.0 * cpu,
+            1.0 / cpu
+        )?;
         writeln!(f, "- writes at rest, in 30 s: {:?} (target: none)", self.rest)?;
         writeln!(f, "- GitHub calls in that minute: {:?}", self.calls_a_minute)?;
         for found in &self.delayed {

@@ -197,7 +197,7 @@ impl Bench {
         tokio::time::sleep(REST).await;
         report.rest = since(&before, writes(&self.kube).await?);
         say("webhooks as fast as they are answered …");
-        report.webhooks = self.webhooks().await?;
+        self.webhooks(report).await?;
         say("done");
         Ok(())
     }
@@ -290,7 +290,7 @@ impl Bench {
     }
 
     /// Deliveries a second: of jobs that become claims, of such that are known, of such that nobody serves.
-    async fn webhooks(&self) -> Result<[f64; 3]> {
+    async fn webhooks(&self, report: &mut Report) -> Result<()> {
         let delivery =
             self.github.deliveries().into_iter().rfind(|delivery| delivery.action.as_deref() == Some("queued"));
         let body: Value = serde_json::from_str(&delivery.context("a job was queued")?.body)?;
@@ -319,8 +319,11 @@ impl Bench {
         let old = body["workflow_job"]["id"].as_u64().context("a job has a number")?;
         let known = rate((0..4000).map(|_| job(old, &[LABEL])).collect()).await;
         let new: Vec<u64> = (0..2000).map(|id| 1 << 41 | id).collect();
+        let before = self.operator()?.cpu()?;
         let made = rate(new.iter().map(|id| job(*id, &[LABEL])).collect()).await;
-        Ok([made, known, foreign])
+        report.cpu_per_job = (self.operator()?.cpu()? - before) / new.len() as u32;
+        report.webhooks = [made, known, foreign];
+        Ok(())
     }
 
     /// A system with a past: as many finished claims as workers, and an operator that has just read them.

@@ -129,7 +129,7 @@ impl Board {
 
     /// The claim's own workers.
     fn workers_of(&self, claim: &RunnerClaim) -> Vec<Arc<Worker>> {
-        // First what is hidden, as above.
+        // First what is hidden, as above; whoever is in the cache is in its group.
         let hidden = self.reservations.beyond(|worker| !board_worker::serves(worker, claim));
         let mut own = claim.uid().map_or_else(Vec::new, |uid| self.context.stores.workers.of(&uid));
         for worker in hidden {

@@ -46,8 +46,15 @@ impl Life<'_> {
                 let _rush = self.board.rush.enter();
                 let secret = secret(self.worker, jit.encoded.expose_secret(), jit.runner_id);
                 let _turn = self.board.turn().await;
-                self.secrets().create(&PostParams::default(), &secret).await.context("cannot make the Secret")?;
-                Some(jit.runner_id)
+                match self.secrets().create(&PostParams::default(), &secret).await {
+                    Ok(_) => Some(jit.runner_id),
+                    // A leader before us made it. Its runner has made room for the one whose config is lost here: once more.
+                    Err(kube::Error::Api(status)) if status.is_already_exists() => {
+                        objects::delete(&self.secrets(), &self.name).await?;
+                        return Ok(Action::requeue(SHOWING));
+                    }
+                    Err(error) => return Err(error).context("cannot make the Secret"),
+                }
             }
         };
         let made = {

@@ -14,6 +14,8 @@ use crate::{api::Worker, stores::Watched};
 
 /// A cache is seldom later than this; what it does not show by then is asked for.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// The same for a worker of which it is not known whether it was made.
+const DOUBT: Duration = Duration::from_secs(1);
 
 type Key = (String, String);
 
@@ -45,7 +47,10 @@ impl Reservations {
         let late: Vec<_> = {
             let mut reserved = lock(&self.0);
             reserved.retain(|_, reserved| workers.store.get(&ObjectRef::from_obj(&*reserved.worker)).is_none());
-            let late = reserved.iter().filter(|(_, reserved)| reserved.since.elapsed() > PATIENCE);
+            let late = reserved.iter().filter(|(_, reserved)| {
+                let patience = if reserved.worker.metadata.uid.is_some() { PATIENCE } else { DOUBT };
+                reserved.since.elapsed() > patience
+            });
             late.map(|(key, _)| key.clone()).collect()
         };
         for (namespace, name) in late {

@@ -157,13 +157,10 @@ impl Board {
     /// Whether enough later workers of its claim failed too.
     fn is_outdated(&self, worker: &Worker) -> bool {
         is_failed(worker) && {
-            let claim = worker.claim_uid();
-            let later = self.context.stores.workers.store.state_filter(|other| {
-                other.claim_uid() == claim
-                    && is_failed(other)
-                    && board_worker::attempt(other) > board_worker::attempt(worker)
-            });
-            later.len() >= FAILURES_KEPT
+            let own = worker.claim_uid().map_or_else(Vec::new, |claim| self.context.stores.workers.of(claim));
+            let is_later =
+                |other: &&Arc<Worker>| is_failed(other) && board_worker::attempt(other) > board_worker::attempt(worker);
+            own.iter().filter(is_later).count() >= FAILURES_KEPT
         }
     }
 }
