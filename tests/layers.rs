@@ -110,7 +110,7 @@ const LAYERS: &[Layer] = &[
         rule: "the election knows the fence alone",
     },
     Layer {
-        path: "src/stores.rs",
+        path: "src/stores",
         modules: &["api", "stores"],
         outside: Outside::NoClouds,
         rule: "stores know the API alone",

@@ -50,6 +50,7 @@ impl Life<'_> {
                     Ok(_) => Some(jit.runner_id),
                     // A leader before us made it. Its runner has made room for the one whose config is lost here: once more.
                     Err(kube::Error::Api(status)) if status.is_already_exists() => {
+                        tracing::warn!(worker = self.name, "its Secret was made before; both are made anew");
                         objects::delete(&self.secrets(), &self.name).await?;
                         return Ok(Action::requeue(SHOWING));
                     }
