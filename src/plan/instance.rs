@@ -58,8 +58,12 @@ impl Tracked {
 
     /// Whether a claim can have it now: free, in its time, and with a key to seal a token to.
     pub fn is_claimable(&self, now: Timestamp) -> bool {
-        let key = self.vitals.heartbeat.as_ref().and_then(|beat| beat.public_key.as_ref());
-        self.is_free() && !self.expired(now) && key.is_some()
+        self.is_free() && !self.expired(now) && self.has_key()
+    }
+
+    /// Whether its agent has published a key to seal tokens to, with its first heartbeat.
+    fn has_key(&self) -> bool {
+        self.vitals.heartbeat.as_ref().is_some_and(|beat| beat.public_key.is_some())
     }
 
     fn said(&self, signal: Signal, run_id: &str) -> bool {
@@ -165,8 +169,7 @@ pub fn standing(tracked: &Tracked, timeouts: &Ec2Timeouts, now: Timestamp) -> St
             }
         };
     }
-    let has_key = tracked.vitals.heartbeat.as_ref().is_some_and(|beat| beat.public_key.is_some());
-    if record.sealed.is_empty() && has_key { Standing::NeedsToken } else { Standing::Waiting }
+    if record.sealed.is_empty() && tracked.has_key() { Standing::NeedsToken } else { Standing::Waiting }
 }
 
 /// What the pool does with an instance that no claim moves.
@@ -195,7 +198,8 @@ pub fn upkeep(tracked: &Tracked, pool: &Ec2Pool, keep: bool, now: Timestamp) -> 
         State::Created if record.run_id.is_empty() => {
             let limit = SignedDuration::from(pool.timeouts.validation);
             match tracked.vitals.signal.as_ref().map(|said| said.signal) {
-                Some(Signal::ScriptOk) => Upkeep::Warm,
+                // Without its key no token can be sealed to it, so no claim could take it.
+                Some(Signal::ScriptOk) if tracked.has_key() => Upkeep::Warm,
                 Some(Signal::ScriptFailed) => {
                     Upkeep::End(FailureReason::PreRunnerFailed, tracked.told("its pre-runner script failed"))
                 }

@@ -77,6 +77,8 @@ fn a_machine_kept_warm_is_pooled_when_its_script_is_done_and_given_up_when_it_fa
     let mut it = tracked(record("i-1", State::Created, "", at(0)));
     assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave);
     it.vitals.signal = Some(said(Signal::ScriptOk, ""));
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave, "no claim could use it without its key");
+    it.vitals.heartbeat = Some(Heartbeat { public_key: Some(KeyPair::generate().public()), ..beat(at(1)) });
     assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Warm);
     it.record.state = State::Running;
     assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Warm, "a crash between its two moves is finished");
