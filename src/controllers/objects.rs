@@ -118,7 +118,10 @@ pub async fn delete<K: Object>(api: &Api<K>, name: &str) -> Result<()> {
     }
 }
 
-/// Whether the API server itself said no, and would again; not that it was busy or did not answer.
+/// Whether the API server itself said no, and would again; not that it was busy or did not answer. A new namespace
+/// refuses pods until its default service account has been made.
 pub fn is_refusal(error: &kube::Error) -> bool {
-    matches!(error, kube::Error::Api(status) if matches!(status.code, 400 | 403 | 422))
+    let kube::Error::Api(status) = error else { return false };
+    let account_is_missing = status.code == 403 && status.message.contains("error looking up service account");
+    matches!(status.code, 400 | 403 | 422) && !account_is_missing
 }
