@@ -40,6 +40,8 @@ pub struct Boards {
 pub struct Seen {
     pub pod: Arc<Pod>,
     pub first: Instant,
+    /// It has ended, whatever KWOK, still busy with its start, has written over that.
+    ended: bool,
     runner: Runner,
 }
 
@@ -68,7 +70,7 @@ impl Seen {
 
     /// Whether it holds a slot, or is about to.
     pub fn is_active(&self) -> bool {
-        !matches!(self.phase(), "Succeeded" | "Failed")
+        !self.ended
     }
 }
 
@@ -128,8 +130,12 @@ fn see(pods: &Mutex<HashMap<String, Seen>>, pod: Pod) {
     let (name, pod) = (pod.name_any(), Arc::new(pod));
     let mut pods = lock(pods);
     let known = pods.get(&name).filter(|seen| seen.pod.metadata.uid == pod.metadata.uid);
-    let (first, runner) = known.map_or((Instant::now(), Runner::NotYet), |seen| (seen.first, seen.runner));
-    pods.insert(name, Seen { pod, first, runner });
+    let mut seen = match known {
+        Some(known) => Seen { pod, ..known.clone() },
+        None => Seen { pod, first: Instant::now(), ended: false, runner: Runner::NotYet },
+    };
+    seen.ended |= matches!(seen.phase(), "Succeeded" | "Failed");
+    pods.insert(name, seen);
 }
 
 /// Plays the runners of pods that have started, and gives the pods whose runner has left.

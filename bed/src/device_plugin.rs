@@ -13,7 +13,7 @@ use crate::{
     stage::binary,
 };
 
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(180);
 
 pub struct DevicePlugin {
     process: Process,

@@ -317,7 +317,7 @@ fn janitor(end: PipeReader, home: &Path, cgroups: Option<&Cgroups>) -> Result<()
     };
     let _ = end.read(&mut [0]);
     let start = Instant::now();
-    while start.elapsed() < Duration::from_secs(60) {
+    while start.elapsed() < Duration::from_secs(300) {
         let cgroups_gone = cgroups.is_none_or(Cgroups::remove);
         let home_gone = fs::remove_dir_all(home).is_ok() || !home.exists();
         if cgroups_gone && home_gone {

@@ -7,7 +7,7 @@ use std::{
     net::{IpAddr, Ipv4Addr},
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
@@ -178,6 +178,15 @@ impl ControlPlane {
         Ok(path)
     }
 
+    /// Waits until pods can be made in a new namespace: without its default service account they are refused.
+    pub async fn until_namespace_is_ready(&self, name: &str) -> Result<()> {
+        let accounts: Api<ServiceAccount> = Api::namespaced(self.client(), name);
+        until(&format!("namespace {name} has a default service account"), async || {
+            accounts.get("default").await.is_ok()
+        })
+        .await
+    }
+
     /// Starts the API server, if it does not run, and waits until it is ready.
     pub async fn start_apiserver(&self) -> Result<()> {
         let mut running = self.apiserver.lock().await;
@@ -266,9 +275,20 @@ impl ControlPlane {
         let rendered = succeeded("helm template", self.helm(&args).await?)?;
         self.apply(&format!("apiVersion: v1\nkind: Namespace\nmetadata:\n  name: {RELEASE_NAMESPACE}\n")).await?;
         self.apply(&without_workload(&rendered)).await?;
-        let wait = ["wait", "--for=condition=Established", "--timeout=60s", "crd", "--all"];
+        let wait = ["wait", "--for=condition=Established", "--timeout=120s", "crd", "--all"];
         succeeded("kubectl wait", self.kubectl(&wait).await?)?;
-        self.kubeconfig_for_service_account(RELEASE_NAMESPACE, RELEASE).await
+        let kubeconfig = self.kubeconfig_for_service_account(RELEASE_NAMESPACE, RELEASE).await?;
+        // What is established is served a moment later, and rights take effect a moment after they are written.
+        let operator = client_from(&kubeconfig).await?;
+        for plural in ["runnerpools", "runnerclaims", "workers"] {
+            let list = format!("/apis/paddock.dev/v1alpha1/{plural}?limit=1");
+            let listed = async || {
+                let request = axum::http::Request::get(&list).body(Vec::new()).expect("a constant request");
+                operator.request_text(request).await.is_ok()
+            };
+            until(&format!("the operator may list {plural}"), listed).await?;
+        }
+        Ok(kubeconfig)
     }
 
     async fn run(&self, name: &str, args: &[&str], input: &str) -> Result<Output> {
@@ -298,6 +318,18 @@ impl ControlPlane {
         arguments(&mut command);
         Process::spawn(name, command, &self.dir.join("log"))
     }
+}
+
+/// Waits until `probe` says yes.
+async fn until(what: &str, probe: impl AsyncFn() -> bool) -> Result<()> {
+    let start = Instant::now();
+    while !probe().await {
+        if start.elapsed() > DEADLINE {
+            bail!("not within {DEADLINE:?}: {what}");
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    Ok(())
 }
 
 fn audit_policy() -> Value {

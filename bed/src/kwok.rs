@@ -24,7 +24,7 @@ pub const TOOLS: [&str; 1] = ["kwok"];
 /// KWOK plays the nodes with this annotation and leaves real ones alone.
 const ANNOTATION: (&str, &str) = ("kwok.x-k8s.io/node", "fake");
 
-const DEADLINE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(180);
 
 pub struct SimulatedNodes {
     client: Client,

@@ -16,7 +16,7 @@ use k8s_openapi::api::core::v1::Node as KubeNode;
 use kube::{Api, Client};
 use nix::mount::{MsFlags, mount};
 use serde_json::json;
-use tokio::sync::Mutex;
+use tokio::{net::UnixStream, sync::Mutex};
 
 use crate::{
     image::{full_reference, sandbox_image},
@@ -70,7 +70,7 @@ impl Node {
             dir,
         };
         let socket = node.socket();
-        node._containerd.until_ready(DEADLINE, async || socket.exists()).await?;
+        node._containerd.until_ready(DEADLINE, async || UnixStream::connect(&socket).await.is_ok()).await?;
         let sandbox = node.dir.join("sandbox.tar");
         sandbox_image(SANDBOX_IMAGE)?.write(&sandbox)?;
         node.import_image(&sandbox).await?;

@@ -33,6 +33,9 @@ pub const TOOLS: &[&str] = &[
     "moto",
 ];
 
+/// Longer than a start takes on a slow machine.
+const DEADLINE: Duration = Duration::from_secs(180);
+
 /// The name of the cluster, as the operator is told it.
 pub const CLUSTER: &str = "bed";
 
@@ -79,6 +82,8 @@ impl Stage {
         let github = GitHub::start(github::Options {
             listen: (isolated.address, 0).into(),
             validate,
+            // A runner on busy cores is slow to ask for its next job, and not offline.
+            offline_after: Duration::from_secs(10),
             ..github::Options::default()
         });
         let aws_dir = dir.join("aws");
@@ -94,7 +99,9 @@ impl Stage {
         github.repository(ORGANIZATION, REPOSITORY, true)?;
         let app = github.app("paddock");
         github.install(app.id, ORGANIZATION)?;
-        Ok(Self { kube, aws, github, machines, app, agent, dir, operator_kubeconfig })
+        let stage = Self { kube, aws, github, machines, app, agent, dir, operator_kubeconfig };
+        std::fs::write(stage.webhook_secrets(), format!("{WEBHOOK_SECRET}\n"))?;
+        Ok(stage)
     }
 
     /// The GitHub App that the operator acts as.
@@ -129,7 +136,8 @@ impl Stage {
                 "github_app_private_key": self.app.private_key,
             },
         });
-        self.kube.apply(&secret.to_string()).await
+        self.kube.apply(&secret.to_string()).await?;
+        self.kube.until_namespace_is_ready(name).await
     }
 
     /// Lets GitHub tell the operator of all that happens in the organisation. An operator that is started anew at another
@@ -177,8 +185,6 @@ impl Stage {
     }
 
     pub async fn operator_at(&self, name: &str, address: SocketAddr, arguments: &[&str]) -> Result<Operator> {
-        let secrets = self.webhook_secrets();
-        std::fs::write(&secrets, format!("{WEBHOOK_SECRET}\n"))?;
         let mut command = Command::new(binary("paddock")?);
         command
             .args(["run", "--cluster-name", CLUSTER, "--github-api-url", &self.github.api_url()])
@@ -187,9 +193,10 @@ impl Stage {
             .env("KUBECONFIG", &self.operator_kubeconfig)
             .env("HOSTNAME", name)
             // Not arguments, so that an argument may say otherwise.
-            .env("PADDOCK_LEASE_DURATION", "5s")
+            // Short, so that a killed leader is replaced soon; long enough for an API server on busy cores.
+            .env("PADDOCK_LEASE_DURATION", "10s")
             .env("PADDOCK_CAPACITY_MEMORY", "20s")
-            .env("PADDOCK_WEBHOOK_SECRET_FILE", secrets)
+            .env("PADDOCK_WEBHOOK_SECRET_FILE", self.webhook_secrets())
             .envs(self.aws.env());
         Operator::start(name, command, &self.dir.join("operator"), address).await
     }
@@ -212,7 +219,7 @@ impl Operator {
         let mut operator = Self { process: Process::spawn(name, command, log_dir)?, address };
         let url = format!("{}/readyz", operator.url());
         let ready = async || reqwest::get(&url).await.is_ok_and(|answer| answer.status().is_success());
-        operator.process.until_ready(Duration::from_secs(60), ready).await?;
+        operator.process.until_ready(DEADLINE, ready).await?;
         Ok(operator)
     }
 

@@ -22,6 +22,9 @@ use paddock_bed::{
 use serde_json::json;
 use tokio::runtime::Runtime;
 
+/// Longer than anything takes on a busy machine.
+const DEADLINE: Duration = Duration::from_secs(120);
+
 struct Bed {
     plane: ControlPlane,
     isolated: Isolated,
@@ -91,6 +94,18 @@ async fn account(bed: &Bed, name: &str) -> Result<Client> {
     client_from(&bed.plane.kubeconfig_for_service_account("default", name).await?).await
 }
 
+/// Looks again and again until nothing is missed; the last complaint is the error.
+async fn until<T>(mut look: impl AsyncFnMut() -> Result<T>) -> Result<T> {
+    let start = Instant::now();
+    loop {
+        match look().await {
+            Ok(found) => return Ok(found),
+            Err(missed) if start.elapsed() > DEADLINE => return Err(missed),
+            Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+        }
+    }
+}
+
 fn code<T>(answer: Result<T, Error>) -> Result<u16> {
     match answer {
         Ok(_) => Ok(200),
@@ -108,7 +123,13 @@ async fn an_unbound_service_account_is_denied(bed: &Bed) -> Result<()> {
 async fn a_bound_service_account_is_allowed_that_and_no_more(bed: &Bed) -> Result<()> {
     let client = account(bed, "reader").await?;
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), "default");
-    ensure!(code(maps.list(&ListParams::default()).await)? == 200);
+    // The API server hears of a new role a moment later.
+    until(async || {
+        let code = code(maps.list(&ListParams::default()).await)?;
+        ensure!(code == 200, "it is answered with {code}");
+        Ok(())
+    })
+    .await?;
     ensure!(code(maps.delete("kube-root-ca.crt", &Default::default()).await)? == 403);
     ensure!(code(Api::<ConfigMap>::namespaced(client, "kube-system").list(&ListParams::default()).await)? == 403);
     Ok(())
@@ -125,7 +146,9 @@ async fn a_request_without_credentials_is_refused(bed: &Bed) -> Result<()> {
 
 async fn the_service_has_the_address_that_pods_are_told(bed: &Bed) -> Result<()> {
     let services: Api<Service> = Api::default_namespaced(bed.plane.client());
-    let address = services.get("kubernetes").await?.spec.and_then(|spec| spec.cluster_ip);
+    // The API server makes it by itself, when it is ready or a moment later.
+    let service = until(async || Ok(services.get("kubernetes").await?)).await?;
+    let address = service.spec.and_then(|spec| spec.cluster_ip);
     ensure!(address == Some(isolate::SERVICE_ADDRESS.to_string()), "{address:?}");
     if !bed.plane.address().is_loopback() {
         tokio::net::TcpStream::connect((isolate::SERVICE_ADDRESS, 443)).await?;
@@ -147,12 +170,15 @@ async fn a_forwarded_port_serves_the_api_to_a_user(bed: &Bed) -> Result<()> {
 async fn the_operator_has_the_rights_of_the_chart_and_no_more(bed: &Bed) -> Result<()> {
     let kubeconfig = bed.plane.install_chart_rbac(&[]).await?;
     let kubeconfig = format!("--kubeconfig={}", kubeconfig.display());
-    for (verb, what, answer) in [("list", "runnerclaims", "yes"), ("list", "secrets", "no"), ("delete", "nodes", "no")]
-    {
+    let answered = async |verb: &str, what: &str, answer: &str| {
         let output = bed.plane.kubectl(&["auth", "can-i", verb, what, "--all-namespaces", &kubeconfig]).await?;
         ensure!(String::from_utf8_lossy(&output.stdout).trim() == answer, "{verb} {what}: {output:?}");
-    }
-    Ok(())
+        anyhow::Ok(())
+    };
+    // The API server hears of a new role, and kubectl of a new kind, a moment later.
+    until(async || answered("list", "runnerclaims", "yes").await).await?;
+    answered("list", "secrets", "no").await?;
+    answered("delete", "nodes", "no").await
 }
 
 async fn pods_run_on_simulated_nodes_as_far_as_their_slots_go(bed: &Bed) -> Result<()> {
@@ -168,22 +194,27 @@ async fn pods_run_on_simulated_nodes_as_far_as_their_slots_go(bed: &Bed) -> Resu
         let pod = serde_json::from_value(json!({ "metadata": { "name": format!("pod-{i}") }, "spec": spec }))?;
         pods.create(&PostParams::default(), &pod).await?;
     }
-    let start = Instant::now();
-    loop {
+    until(async || {
         let phases = pods.list(&ListParams::default()).await?.items.into_iter();
         let phases: Vec<_> = phases.filter_map(|pod| pod.status?.phase).collect();
         let count = |phase| phases.iter().filter(|other| *other == phase).count();
-        if (count("Running"), count("Pending")) == (6, 1) {
-            return Ok(());
-        }
-        ensure!(start.elapsed() < Duration::from_secs(120), "{phases:?}");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+        ensure!((count("Running"), count("Pending")) == (6, 1), "{phases:?}");
+        Ok(())
+    })
+    .await
 }
 
 async fn an_api_server_that_restarts_has_forgotten_nothing(bed: &Bed) -> Result<()> {
     succeeded("kubectl", bed.plane.kubectl(&["create", "namespace", "remembered"]).await?)?;
     bed.plane.restart_apiserver().await?;
-    Api::<Namespace>::all(bed.plane.client()).get("remembered").await?;
+    let namespaces: Api<Namespace> = Api::all(bed.plane.client());
+    // A connection to the API server as it was may be tried first; what it does not know is an answer.
+    let code = until(async || {
+        let code = code(namespaces.get("remembered").await)?;
+        ensure!(code == 200 || code == 404, "it is answered with {code}");
+        Ok(code)
+    })
+    .await?;
+    ensure!(code == 200, "it is forgotten");
     Ok(())
 }

@@ -25,7 +25,8 @@ use paddock_bed::{
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-const DEADLINE: Duration = Duration::from_secs(120);
+/// Longer than anything takes on a busy machine.
+const DEADLINE: Duration = Duration::from_secs(240);
 const IMAGE: &str = "paddock-bed/test:1";
 
 struct Bed {
@@ -104,12 +105,17 @@ async fn run(bed: &Bed, name: &str, script: &str, extra: Value) -> Result<(Strin
         let status = pods.get(name).await?.status.unwrap_or_default();
         let containers = status.container_statuses.clone().unwrap_or_default();
         let ended = containers.first().and_then(|container| container.state.clone()?.terminated);
+        let mut why = String::new();
         if let Some(ended) = ended {
-            return Ok((pods.logs(name, &LogParams::default()).await?, ended.exit_code));
+            match pods.logs(name, &LogParams::default()).await {
+                Ok(log) => return Ok((log, ended.exit_code)),
+                // A busy kubelet is asked again.
+                Err(error) => why = format!(", or has no log ({error})"),
+            }
         }
         if start.elapsed() > DEADLINE {
             let events = bed.plane.kubectl(&["describe", "pod", name]).await?;
-            bail!("{name} did not end: {}", String::from_utf8_lossy(&events.stdout));
+            bail!("{name} did not end{why}: {}", String::from_utf8_lossy(&events.stdout));
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }

@@ -7,18 +7,25 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use futures::{FutureExt, future::BoxFuture};
 use paddock_bed_process::{Process, free_port, tool};
 use reqwest::Client;
 
 use crate::{form::Form, front::EC2_CREDENTIAL};
 
-/// Generous, for a machine that compiles at the same time; an idle one takes about five seconds.
-const START_DEADLINE: Duration = Duration::from_secs(90);
+/// Generous, for a cold machine that compiles at the same time; an idle one takes about five seconds.
+const START_DEADLINE: Duration = Duration::from_secs(300);
 
 /// A port that was free a moment ago may be taken when the emulator comes to it.
 const START_ATTEMPTS: u32 = 3;
+
+/// What Java and Python say of such a port. ElasticMQ says it and lives on.
+const PORT_TAKEN: &str = "Address already in use";
+
+/// Neither DynamoDB Local nor ElasticMQ checks the signature.
+const CREDENTIAL: &str =
+    "AWS4-HMAC-SHA256 Credential=bed/20260101/us-east-1/dynamodb/aws4_request, SignedHeaders=host, Signature=bed";
 
 pub struct Emulator {
     pub url: String,
@@ -41,7 +48,7 @@ pub async fn dynamodb(dir: &Path, http: &Client) -> Result<Emulator> {
         command.args(["-inMemory", "-sharedDb", "-disableTelemetry", "-port", &port.to_string()]);
         Ok(command)
     };
-    start("dynamodb", dir, command, listens(http)).await
+    start("dynamodb", dir, command, carries_out(http, "DynamoDB_20120810.ListTables")).await
 }
 
 /// ElasticMQ, whose queue URLs lead back to the front.
@@ -63,7 +70,7 @@ aws {{ region = us-east-1, accountId = "000000000000" }}
         command.arg("org.elasticmq.server.Main");
         Ok(command)
     };
-    start("elasticmq", dir, command, listens(http)).await
+    start("elasticmq", dir, command, carries_out(http, "AmazonSQS.ListQueues")).await
 }
 
 /// moto, for EC2 alone; it looks up nothing outside and knows only the images that are registered.
@@ -96,19 +103,34 @@ async fn start(
     loop {
         let port = free_port()?;
         let url = format!("http://127.0.0.1:{port}/");
-        let mut process = Process::spawn(name, command(port)?, &dir.join("log"))?;
-        match process.until_ready(START_DEADLINE, || ready(url.clone())).await {
-            Ok(()) => return Ok(Emulator { url, process }),
-            Err(_) if attempt < START_ATTEMPTS && process.exited().is_some() => attempt += 1,
-            Err(error) => return Err(error).context(format!("see {}", process.log().display())),
+        let own_log = if attempt == 1 { name.to_owned() } else { format!("{name}-{attempt}") };
+        let mut process = Process::spawn(&own_log, command(port)?, &dir.join("log"))?;
+        let log = process.log().to_owned();
+        let taken = || fs::read_to_string(&log).is_ok_and(|text| text.contains(PORT_TAKEN));
+        let settled = || {
+            let (taken, answer) = (taken(), ready(url.clone()));
+            async move { taken || answer.await }
+        };
+        let outcome = process.until_ready(START_DEADLINE, settled).await;
+        // What answers may be the one that has the port.
+        let failed = taken() || process.exited().is_some();
+        match outcome {
+            Ok(()) if !failed => return Ok(Emulator { url, process }),
+            _ if failed && attempt < START_ATTEMPTS => attempt += 1,
+            Ok(()) => bail!("{name} has no port to listen on; see {}", log.display()),
+            Err(error) => return Err(error).context(format!("see {}", log.display())),
         }
     }
 }
 
-/// Ready when it speaks HTTP, whatever it says.
-fn listens(http: &Client) -> impl Fn(String) -> BoxFuture<'static, bool> {
+/// Ready when it carries out a call: the first one takes long, and none of ours is to wait for it.
+fn carries_out(http: &Client, target: &'static str) -> impl Fn(String) -> BoxFuture<'static, bool> {
     let http = http.clone();
-    move |url| http.get(url).send().map(|answer| answer.is_ok()).boxed()
+    move |url| {
+        let call = http.post(url).header("x-amz-target", target).header("authorization", CREDENTIAL);
+        let call = call.header("content-type", "application/x-amz-json-1.0").body("{}").send();
+        async { call.await.is_ok_and(|answer| answer.status().is_success()) }.boxed()
+    }
 }
 
 /// The tool may have to be fetched first, which takes its time.

@@ -51,8 +51,12 @@ use crate::{
     line::{Line, LineListener},
 };
 
-/// An emulator that takes longer than this for one call is stuck.
-const CALL_DEADLINE: Duration = Duration::from_secs(60);
+/// An emulator that takes longer than this for one call is stuck. A hundred instances take seconds on an idle machine.
+const CALL_DEADLINE: Duration = Duration::from_secs(300);
+
+/// DynamoDB Local closes a connection that was idle for 30 s. One that is used just then is lost with its call, so the
+/// front lets go of it long before.
+const CONNECTION_IDLE: Duration = Duration::from_secs(5);
 
 /// A running AWS. Everything ends when it is dropped, or with the program.
 pub struct Aws {
@@ -235,7 +239,8 @@ impl Drop for OwnRuntime {
 async fn prepare(dir: PathBuf) -> Result<Aws> {
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
     let port = listener.local_addr()?.port();
-    let http = reqwest::Client::builder().no_proxy().timeout(CALL_DEADLINE).build()?;
+    let http = reqwest::Client::builder().no_proxy().timeout(CALL_DEADLINE);
+    let http = http.pool_idle_timeout(CONNECTION_IDLE).build()?;
     let catalogue = tokio::task::spawn_blocking(|| Catalogue::of_moto(&tool("moto")?));
     let (dynamodb, sqs, moto) = tokio::try_join!(
         emulators::dynamodb(&dir, &http),

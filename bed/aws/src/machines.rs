@@ -5,23 +5,22 @@
 //! process does, and that one ends with this program, however the program ends.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashSet},
     fs,
     io::Write,
-    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::Command,
     sync::{
         Arc, Mutex,
         atomic::{AtomicU32, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use jiff::Timestamp;
 use nix::unistd::{Pid, geteuid};
-use paddock_bed_process::{Process, Signal};
+use paddock_bed_process::{Process, Signal, write_program};
 use tokio::{
     runtime::Handle,
     task::{AbortHandle, spawn_blocking},
@@ -37,8 +36,11 @@ use crate::{
 /// The machine's first process: runs the user data, then keeps the machine on, as a machine is when its boot is done.
 const INIT: &str = r#""$0"; echo "user data ended with $?"; while :; do sleep 3600; done"#;
 
+/// How long the files of a machine may resist their removal.
+const REMOVAL_DEADLINE: Duration = Duration::from_secs(120);
+
 /// Shuts the machine down at once, whatever the arguments.
-const SHUTDOWN: &str = "#!/bin/sh\nexec curl -fsS --noproxy '*' -m 60 -X POST";
+const SHUTDOWN: &str = "#!/bin/sh\nexec curl -fsS --noproxy '*' -m 300 -X POST";
 
 #[derive(Clone, Debug, Default)]
 pub struct Options {
@@ -235,7 +237,7 @@ impl Park {
         let less = |left: u32| left.checked_sub(1);
         let fails = self.failing_boots.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).is_ok();
         spawn_blocking(move || {
-            // One at a time: a script cannot be run while a process that is just being started still has it open.
+            // One at a time, so that an instance that ends meanwhile leaves no machine.
             let mut machines = self.machines.lock().unwrap();
             let runs = self.front.instances.get(&instance.id).is_some_and(|now| now.state == InstanceState::Running);
             let Some(machines) = machines.as_mut().filter(|_| runs) else { return Ok(()) };
@@ -260,15 +262,16 @@ impl Park {
             ensure!(copied.status.success(), "cannot copy the image: {}", String::from_utf8_lossy(&copied.stderr));
         }
         let shutdown = format!("{SHUTDOWN} '{}/_admin/instances/{}/shutdown'\n", self.endpoint, instance.id);
-        for name in ["shutdown", "poweroff", "halt"] {
-            script(&bin.join(name), shutdown.as_bytes())?;
+        write_program(&bin.join("shutdown"), &shutdown)?;
+        for name in ["poweroff", "halt"] {
+            std::os::unix::fs::symlink("shutdown", bin.join(name))?;
         }
         // Like cloud-init: what does not begin with #! is no script.
         if !instance.user_data.starts_with(b"#!") {
             return Ok(None);
         }
         let user_data = dir.join("user-data");
-        script(&user_data, &instance.user_data)?;
+        write_program(&user_data, &instance.user_data)?;
         let mut command = namespace();
         command.args(["sh", "-c", INIT]).arg(user_data).current_dir(&root).env_clear();
         command.env("PATH", format!("{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", bin.display()));
@@ -295,11 +298,20 @@ impl Park {
     fn signal(&self, id: &str, signal: Signal) -> Result<()> {
         self.with(id, |machine| {
             let Some(process) = &machine.process else { bail!("nothing runs on {id}") };
-            for pid in inhabitants(process.pid())? {
-                // One that has just ended needs no signal.
-                let _ = nix::sys::signal::kill(pid, signal);
+            let (freezing, mut reached) = (signal == Signal::SIGSTOP, HashSet::new());
+            loop {
+                let mut others = inhabitants(process.pid())?;
+                others.retain(|pid| reached.insert(*pid));
+                for pid in &others {
+                    // One that has just ended needs no signal.
+                    let _ = nix::sys::signal::kill(*pid, signal);
+                }
+                // One that was not stopped yet may have started another.
+                if !freezing || others.is_empty() {
+                    break;
+                }
             }
-            machine.frozen = signal == Signal::SIGSTOP;
+            machine.frozen = freezing;
             Ok(())
         })
     }
@@ -308,6 +320,7 @@ impl Park {
 /// Every process in the PID namespace that `unshare` made.
 fn inhabitants(unshare: u32) -> Result<Vec<Pid>> {
     let namespace = fs::read_link(format!("/proc/{unshare}/ns/pid_for_children"))?;
+    ensure!(namespace != fs::read_link("/proc/self/ns/pid")?, "the machine has not begun to boot");
     let lives_there = |pid: &i32| fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|own| own == namespace);
     let all = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
     Ok(all.filter(lives_there).map(Pid::from_raw).collect())
@@ -324,18 +337,18 @@ fn namespace() -> Command {
     command
 }
 
-fn script(path: &Path, text: &[u8]) -> Result<()> {
-    fs::write(path, text)?;
-    Ok(fs::set_permissions(path, fs::Permissions::from_mode(0o755))?)
-}
-
 /// Removes a directory whose last writers were killed a moment ago and may not be quite gone.
 fn remove(dir: &Path) {
-    for _ in 0..50 {
-        match fs::remove_dir_all(dir) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => std::thread::sleep(Duration::from_millis(20)),
-            _ => return,
+    let start = Instant::now();
+    while let Err(error) = fs::remove_dir_all(dir) {
+        // What is not found may be a file that another removes at the same time.
+        if error.kind() == std::io::ErrorKind::NotFound && !dir.exists() {
+            return;
         }
+        if start.elapsed() > REMOVAL_DEADLINE {
+            tracing::error!("{} could not be removed: {error}", dir.display());
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(20));
     }
-    tracing::error!("{} could not be removed", dir.display());
 }

@@ -1,6 +1,10 @@
 //! What tests do to the simulated GitHub, as methods; `admin` offers the same over HTTP.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result, anyhow};
 use jiff::Timestamp;
@@ -16,6 +20,9 @@ use crate::{
     model::*,
     world::{World, secret},
 };
+
+/// How often those who wait look again though nothing has changed: a runner goes offline by the passing of time alone.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// A handle on the simulator; clones act on the same one.
 #[derive(Clone)]
@@ -292,7 +299,13 @@ impl Control {
         })
     }
 
-    async fn until<R>(&self, deadline: Duration, look: impl FnMut(&World, Timestamp) -> Option<R>) -> Option<R> {
-        tokio::time::timeout(deadline, self.hub.until(look)).await.ok()
+    async fn until<R>(&self, deadline: Duration, mut look: impl FnMut(&World, Timestamp) -> Option<R>) -> Option<R> {
+        let start = Instant::now();
+        loop {
+            let left = deadline.checked_sub(start.elapsed())?;
+            if let Ok(found) = tokio::time::timeout(left.min(LOOK), self.hub.until(&mut look)).await {
+                return Some(found);
+            }
+        }
     }
 }

@@ -18,6 +18,8 @@ use crate::{
 
 pub struct Hub {
     world: Mutex<World>,
+    /// Held from a change until all that follows from it is said: what came later is never said before.
+    turn: Mutex<()>,
     pub clock: Clock,
     pub options: Options,
     pub http: reqwest::Client,
@@ -31,8 +33,10 @@ impl Hub {
     pub fn new(world: World, options: Options) -> Self {
         Self {
             world: Mutex::new(world),
+            turn: Mutex::new(()),
             clock: Clock::default(),
-            http: reqwest::Client::new(),
+            // A connection for each webhook: one that is kept may have lost its other end when the next is sent.
+            http: reqwest::Client::builder().pool_max_idle_per_host(0).build().expect("a client can be built"),
             checker: options.validate.then(Checker::start),
             options,
             tails: Mutex::new(HashMap::new()),
@@ -51,6 +55,7 @@ impl Hub {
     }
 
     pub fn change<R>(self: &Arc<Self>, change: impl FnOnce(&mut World, Timestamp) -> R) -> R {
+        let _turn = self.turn.lock().expect("no panic while held");
         let (result, due, parcels) = self.note(|world, now| {
             let result = change(world, now);
             let due = world.settle(now);

@@ -4,6 +4,7 @@
 //! thread does, so all are spawned from one thread that lives as long as the program.
 
 use std::{
+    collections::HashMap,
     fs::{self, File},
     future::Future,
     io::{self, Write},
@@ -12,7 +13,8 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::{
-        OnceLock,
+        Mutex, OnceLock, PoisonError,
+        atomic::{AtomicU32, Ordering},
         mpsc::{Sender, channel},
     },
     time::{Duration, Instant},
@@ -79,16 +81,20 @@ impl Process {
         R: Future<Output = bool>,
     {
         let start = Instant::now();
-        while !probe().await {
+        loop {
+            let ready = probe().await;
+            // What answers after its end is another program, at the same port.
             if let Some(status) = self.exited() {
                 bail!("{} ended with {status} before it was ready:\n{}", self.name, self.log_tail(20));
+            }
+            if ready {
+                return Ok(());
             }
             if start.elapsed() > deadline {
                 bail!("{} was not ready after {deadline:?}:\n{}", self.name, self.log_tail(20));
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        Ok(())
     }
 
     /// Asks the process to end, waits for it, and kills its group if it takes too long.
@@ -143,35 +149,90 @@ pub fn spawn(mut command: Command) -> io::Result<Child> {
 /// Writes a program that can be run at once. Another process does the writing: were it this one, a thread that happens
 /// to fork meanwhile would pass on the open file, and until its child has become another program nobody could run this
 /// one ("Text file busy").
-pub fn write_program(path: &Path, text: &str) -> io::Result<()> {
+pub fn write_program(path: &Path, text: impl AsRef<[u8]>) -> io::Result<()> {
     let mut install = Command::new("install");
     install.args(["--mode=755", "/dev/stdin"]).arg(path).stdin(Stdio::piped());
     let mut child = install.spawn()?;
-    let written = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(text.as_bytes()));
+    let written = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(text.as_ref()));
     let status = child.wait()?;
     written?;
     if status.success() { Ok(()) } else { Err(io::Error::other(format!("install ended with {status}"))) }
 }
 
-/// A TCP port on loopback that was free a moment ago.
+/// Writes a file that others may be reading: they see the old content or the new one, never a part.
+pub fn write_atomically(path: &Path, contents: impl AsRef<[u8]>) -> io::Result<()> {
+    let directory = path.parent().ok_or(io::ErrorKind::InvalidInput)?;
+    let mut file = tempfile::NamedTempFile::new_in(directory)?;
+    file.write_all(contents.as_ref())?;
+    file.persist(path)?;
+    Ok(())
+}
+
+/// The ports that [`free_port`] gives: below those that the kernel gives to outgoing connections (from 32768), which
+/// could otherwise take a port between here and the program that is told to listen on it.
+const FREE_PORTS: std::ops::Range<u32> = 15_000..30_000;
+
+/// A TCP port on loopback that is free and that this program has not given before.
 pub fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+    // Programs that share a network begin at different ports.
+    static NEXT: OnceLock<AtomicU32> = OnceLock::new();
+    let next = NEXT.get_or_init(|| AtomicU32::new(std::process::id().wrapping_mul(97)));
+    for _ in FREE_PORTS {
+        let offset = next.fetch_add(1, Ordering::Relaxed) % (FREE_PORTS.end - FREE_PORTS.start);
+        let port = u16::try_from(FREE_PORTS.start + offset)?;
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return Ok(port);
+        }
+    }
+    bail!("no port of {FREE_PORTS:?} is free")
 }
 
 /// Where the pinned tool lies (see `hack/tools.sh`), built or fetched first if the cache does not have it.
 pub fn tool(name: &str) -> Result<PathBuf> {
+    static FOUND: Mutex<Option<HashMap<String, PathBuf>>> = Mutex::new(None);
+    let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = found.get_or_insert_default();
+    if let Some(path) = found.get(name) {
+        return Ok(path.clone());
+    }
     let script = concat!(env!("PADDOCK_SOURCE"), "/hack/tools.sh");
     let output = Command::new(script).arg(name).stderr(Stdio::inherit()).output().context(script)?;
     let text = String::from_utf8(output.stdout)?;
     match text.trim().strip_prefix(&format!("{name}=")) {
-        Some(path) if output.status.success() => Ok(path.into()),
-        _ => bail!("{name} is not to be had: see the message of hack/tools.sh above"),
+        Some(path) if output.status.success() => {
+            found.insert(name.to_owned(), path.into());
+            Ok(path.into())
+        }
+        _ => bail!("{name} is missing: see the message of hack/tools.sh above"),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
+
+    #[test]
+    fn no_port_is_given_twice() {
+        let ports: HashSet<u16> = (0..100).map(|_| free_port().unwrap()).collect();
+        assert_eq!(ports.len(), 100);
+        assert!(ports.iter().all(|port| FREE_PORTS.contains(&u32::from(*port))), "{ports:?}");
+    }
+
+    #[test]
+    fn readers_never_see_half_a_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("config");
+        let texts = ["a".repeat(100_000), "b".repeat(100_000)];
+        write_atomically(&path, &texts[0]).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| (0..200).for_each(|i| write_atomically(&path, &texts[i % 2]).unwrap()));
+            for _ in 0..200 {
+                assert!(texts.contains(&fs::read_to_string(&path).unwrap()));
+            }
+        });
+    }
 
     #[tokio::test]
     async fn an_early_exit_is_reported_with_the_end_of_the_log() {
@@ -179,7 +240,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "echo no such luck; exit 3"]);
         let mut process = Process::spawn("luckless", command, dir.path()).unwrap();
-        let error = process.until_ready(Duration::from_secs(10), async || false).await.unwrap_err().to_string();
+        let error = process.until_ready(Duration::from_secs(60), async || false).await.unwrap_err().to_string();
         assert!(error.contains("luckless ended with exit status: 3") && error.contains("no such luck"), "{error}");
     }
 
@@ -191,7 +252,7 @@ mod tests {
         let mut process = Process::spawn("family", command, dir.path()).unwrap();
         let log = process.log().to_owned();
         let told = || !fs::read(&log).unwrap().is_empty();
-        process.until_ready(Duration::from_secs(10), async || told()).await.unwrap();
+        process.until_ready(Duration::from_secs(60), async || told()).await.unwrap();
         let grandchild = fs::read_to_string(&log).unwrap().trim().to_owned();
         drop(process);
         let gone = || match fs::read_to_string(format!("/proc/{grandchild}/stat")) {
@@ -200,7 +261,7 @@ mod tests {
         };
         let start = Instant::now();
         while !gone() {
-            assert!(start.elapsed() < Duration::from_secs(10), "the grandchild {grandchild} still runs");
+            assert!(start.elapsed() < Duration::from_secs(60), "the grandchild {grandchild} still runs");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }

@@ -14,6 +14,8 @@ use rcgen::{
 };
 use serde_json::json;
 
+use crate::process::write_atomically;
+
 pub struct Pki {
     dir: PathBuf,
     authority: CertifiedIssuer<'static, KeyPair>,
@@ -85,8 +87,8 @@ impl Pki {
         let file = subject.replace(':', "-");
         let issued =
             Certificate { cert: self.dir.join(format!("{file}.crt")), key: self.dir.join(format!("{file}.key")) };
-        fs::write(&issued.cert, params.signed_by(&key, &self.authority)?.pem())?;
-        fs::write(&issued.key, key.serialize_pem())?;
+        write_atomically(&issued.cert, params.signed_by(&key, &self.authority)?.pem())?;
+        write_atomically(&issued.key, key.serialize_pem())?;
         Ok(issued)
     }
 
@@ -108,7 +110,7 @@ impl Pki {
             "contexts": [{ "name": "bed", "context": { "cluster": "bed", "user": "user", "namespace": namespace } }],
             "current-context": "bed",
         });
-        Ok(fs::write(path, serde_json::to_vec_pretty(&config)?)?)
+        Ok(write_atomically(path, serde_json::to_vec_pretty(&config)?)?)
     }
 }
 

@@ -91,7 +91,8 @@ async fn a_busy_runner_stays() {
     let request =
         JobRequest { owner: "acme".into(), repo: "hello".into(), labels: vec!["rv".into()], ..JobRequest::default() };
     let job = stage.simulator.queue_job(request).unwrap();
-    let taken = stage.simulator.until_job(job.id, Duration::from_secs(10), |job| job.taken_by.is_some()).await.unwrap();
+    let taken =
+        stage.simulator.until_job(job.id, Duration::from_secs(120), |job| job.taken_by.is_some()).await.unwrap();
     let runner = stage.github.runner_by_name(&stage.app, &stage.scope, "a").await.unwrap().unwrap();
     assert!(runner.busy && runner.is_up());
     assert_eq!(stage.remove("a").await, Ok(Removal::Busy));

@@ -58,7 +58,7 @@ pub async fn user_data_runs_with_metadata_of_its_own(aws: &Aws) {
     let script = r#"
 imds=$AWS_EC2_METADATA_SERVICE_ENDPOINT/latest
 echo "without a token: $(curl -s -o /dev/null -w '%{http_code}' $imds/meta-data/instance-id)"
-token=$(curl -sf -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 60' $imds/api/token)
+token=$(curl -sf -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 21600' $imds/api/token)
 get() { curl -sf -H "X-aws-ec2-metadata-token: $token" "$imds/$1"; }
 echo "id: $(get meta-data/instance-id) type: $(get meta-data/instance-type) region: $(get meta-data/placement/region)"
 echo "pool: $(get meta-data/tags/instance/paddock:pool) life: $(get meta-data/instance-life-cycle)"
@@ -95,7 +95,8 @@ pub async fn and_dies_with_the_instance(aws: &Aws) {
     ec2(aws, "TerminateInstances", &[("InstanceId.1", &id)]).await;
     until_gone("sleep 7654321").await;
     until_gone("sleep 7654322").await;
-    assert!(machines.log(&id).contains("started") && !machines.root(&id).exists());
+    eventually("the end of its files", async || (!machines.root(&id).exists()).then_some(())).await;
+    assert!(machines.log(&id).contains("started"));
 }
 
 pub async fn shutdown_terminates_as_the_template_says(aws: &Aws) {
@@ -111,13 +112,15 @@ pub async fn spot_instance_is_announced_then_taken(aws: &Aws) {
     let (_turn, machines) = start(aws, Options::default()).await;
     let script = r#"
 imds=$AWS_EC2_METADATA_SERVICE_ENDPOINT/latest
-token=$(curl -sf -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 60' $imds/api/token)
+token=$(curl -sf -X PUT -H 'X-aws-ec2-metadata-token-ttl-seconds: 21600' $imds/api/token)
 echo waiting
 until curl -sf -H "X-aws-ec2-metadata-token: $token" $imds/meta-data/spot/instance-action; do sleep 0.1; done
 echo " warned"; sleep 100"#;
     let id = launch(aws, &machines, "reclaimed", script, true, "waiting").await;
-    machines.interrupt_spot(&id, Duration::from_secs(2)).unwrap();
+    machines.interrupt_spot(&id, Duration::from_secs(3600)).unwrap();
     eventually("the warning", async || machines.log(&id).contains("\"action\":\"terminate\"").then_some(())).await;
+    assert_eq!(state(aws, &id), InstanceState::Running, "an hour is left");
+    machines.interrupt_spot(&id, Duration::from_secs(1)).unwrap();
     eventually("the end", async || (state(aws, &id) == InstanceState::Terminated).then_some(())).await;
     let (_, text) = ec2(aws, "DescribeInstances", &[("InstanceId.1", &id)]).await;
     assert!(text.contains("<code>Server.SpotInstanceTermination</code>"), "{text}");

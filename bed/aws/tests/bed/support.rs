@@ -9,12 +9,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use aws_config::{BehaviorVersion, Region, SdkConfig, retry::RetryConfig};
+use aws_config::{BehaviorVersion, Region, SdkConfig, retry::RetryConfig, timeout::TimeoutConfig};
 use aws_sdk_dynamodb::{config::Credentials, config::SharedCredentialsProvider};
 use paddock_bed_aws::Aws;
 use roxmltree::Document;
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
+
+/// Longer than anything takes on a slow machine; a test that waits this long has failed.
+const DEADLINE: Duration = Duration::from_secs(180);
 
 static AWS: Mutex<Option<(Arc<Aws>, TempDir)>> = Mutex::new(None);
 
@@ -47,13 +50,14 @@ pub fn stop() {
     AWS.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
 }
 
-/// A client configuration that shows every fault: no retries.
+/// A client configuration that shows every fault: no retries. The SDK's own limit for a connection is a few seconds.
 pub fn config(aws: &Aws) -> SdkConfig {
     SdkConfig::builder()
         .behavior_version(BehaviorVersion::latest())
         .endpoint_url(aws.endpoint())
         .region(Region::from_static("us-east-1"))
         .retry_config(RetryConfig::disabled())
+        .timeout_config(TimeoutConfig::builder().connect_timeout(DEADLINE).build())
         .credentials_provider(SharedCredentialsProvider::new(Credentials::new("AKIABED", "bed", None, None, "bed")))
         .build()
 }
@@ -83,7 +87,7 @@ pub async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, mut ask: i
         if let Some(answer) = ask().await {
             return answer;
         }
-        assert!(start.elapsed() < Duration::from_secs(60), "waited in vain: {what}");
+        assert!(start.elapsed() < DEADLINE, "waited in vain: {what}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

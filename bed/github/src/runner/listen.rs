@@ -14,6 +14,9 @@ use crate::{
 /// The pause before a lost connection is tried again.
 const RETRY: Duration = Duration::from_millis(500);
 
+/// How long the server may take for a goodbye; less than the agent waits for the runner's end.
+const GOODBYE: Duration = Duration::from_secs(30);
+
 const DELETED: &str = "Failed to create a session. The runner registration has been deleted from the server, please \
     re-configure. Runner registrations are automatically deleted for runners that have not connected to the service \
     recently.";
@@ -184,7 +187,7 @@ impl Link {
     }
 
     async fn leave(&self) {
-        let _ = self.request(Method::DELETE, "/session").timeout(Duration::from_secs(5)).send().await;
+        let _ = self.request(Method::DELETE, "/session").timeout(GOODBYE).send().await;
     }
 }
 

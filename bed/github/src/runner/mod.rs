@@ -6,7 +6,9 @@ pub(crate) mod files;
 mod job;
 mod listen;
 
-use std::{fs, io, os::unix::fs::PermissionsExt, path::Path, process::ExitCode};
+use std::{fs, io, path::Path, process::ExitCode};
+
+use paddock_bed_process::write_program;
 
 /// The version that the stand-in claims to be.
 pub const VERSION: &str = "2.330.0";
@@ -105,9 +107,7 @@ pub fn write_runner_dir(dir: &Path, command: &[&str]) -> io::Result<()> {
              exec {} {name} \"$@\"\n",
             quoted.join(" ")
         );
-        let path = dir.join(format!("{name}.sh"));
-        fs::write(&path, script)?;
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755))?;
+        write_program(&dir.join(format!("{name}.sh")), &script)?;
     }
     Ok(())
 }

@@ -11,8 +11,8 @@ use paddock_bed_github::{App, GitHub, JobRequest, Options};
 use serde_json::{Value, json};
 use tokio::sync::{Mutex, mpsc};
 
-/// Longer than anything that works takes.
-pub const DEADLINE: Duration = Duration::from_secs(30);
+/// Longer than anything that works takes, on a slow machine too.
+pub const DEADLINE: Duration = Duration::from_secs(180);
 
 pub struct Bed {
     pub github: GitHub,
