@@ -5,6 +5,7 @@ use std::{
     net::Ipv4Addr,
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
@@ -12,12 +13,15 @@ use kube::{
     Client,
     core::{
         Request,
-        params::{Patch, PatchParams, PostParams, ValidationDirective},
+        params::{ListParams, Patch, PatchParams, PostParams, ValidationDirective},
     },
 };
 use paddock_bed::{kube::ControlPlane, process::tool};
 use serde_json::Value;
 use tempfile::TempDir;
+
+/// Longer than anything takes on a busy machine.
+const DEADLINE: Duration = Duration::from_secs(120);
 
 pub struct Server {
     pub client: Client,
@@ -44,9 +48,26 @@ impl Server {
         ensure!(applied.status.success(), "the API server refuses the CRDs: {warnings}");
         ensure!(warnings.is_empty(), "the API server warns about the CRDs: {warnings}");
         ensure!(out.lines().count() == 3, "three CRDs should be applied: {out}");
-        let wait = server.kubectl(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=60s"], "")?;
+        let wait = server.kubectl(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=120s"], "")?;
         ensure!(wait.status.success(), "{}", String::from_utf8_lossy(&wait.stderr));
+        let start = Instant::now();
+        while let Err(missed) = server.serves_all().await {
+            ensure!(start.elapsed() < DEADLINE, "the API server does not serve the CRDs: {missed:#}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
         Ok(server)
+    }
+
+    /// Whether every kind is served, listed and explained, which comes a moment after its CRD is established.
+    async fn serves_all(&self) -> Result<()> {
+        for kinds in ["runnerpools", "runnerclaims", "workers"] {
+            let place = Request::new(format!("/apis/paddock.dev/v1alpha1/namespaces/default/{kinds}"));
+            self.client.request::<Value>(place.list(&ListParams::default())?).await?;
+            self.kubectl_text(&["explain", &format!("{kinds}.spec")])?;
+        }
+        let listed = self.kubectl_text(&["api-resources", "--api-group=paddock.dev", "--output=name"])?;
+        ensure!(listed.lines().count() == 3, "three kinds should be listed: {listed}");
+        Ok(())
     }
 
     /// Creates the object under strict field validation, as `kubectl apply` does; the answer, or what the server says.

@@ -12,10 +12,8 @@ use serde_json::{Value, json};
 
 use crate::{
     boards::{BOARD, Boards, message},
-    support::World,
+    support::{DEADLINE, World},
 };
-
-const JIT_CONFIG: &str = "/orgs/acme/actions/runners/generate-jitconfig";
 
 /// A claim gets a pod on the board, its runner takes a job, and when the job is done nothing is left but records.
 pub async fn claim_runs_a_job_on_the_board(world: &World) -> Result<()> {
@@ -26,7 +24,10 @@ pub async fn claim_runs_a_job_on_the_board(world: &World) -> Result<()> {
     let worker = boards.until_worker(&name, WorkerState::Running).await?;
     let status = worker.status.clone().unwrap_or_default();
     ensure!(status.location.as_deref() == Some("board-1"), "it says where it runs: {status:?}");
-    ensure!(world.stage.github.is_online(&name), "Ready means that the runner is online");
+    let runner = world.stage.github.runner(&name).context("Ready means that GitHub knows the runner")?;
+    ensure!(runner.os != "unknown", "Ready means that the runner was there: {runner:?}");
+    // Between two polls it may be offline for a moment.
+    world.stage.github.until_online(&name, true, DEADLINE).await?;
 
     let secret = world.api::<Secret>(&boards.namespace).get(&name).await?;
     let owners = secret.owner_references();
@@ -113,7 +114,8 @@ pub async fn deleted_claim_takes_its_idle_runner_along(world: &World) -> Result<
 /// I1, I2: a JIT config whose answer was lost leaves a runner that nobody can be; it makes room for another.
 pub async fn lost_jit_config_is_replaced(world: &World) -> Result<()> {
     let boards = Boards::real(world, 1).await?;
-    world.stage.github.fault(Fault::new("POST", JIT_CONFIG, Effect::LostResponse).times(1));
+    let route = format!("/orgs/{}/actions/runners/generate-jitconfig", boards.login);
+    world.stage.github.fault(Fault::new("POST", &route, Effect::LostResponse).times(1));
     boards.claim("build").await?;
     let claim = boards.until_claim("build", ClaimPhase::Ready).await?;
     let name = boards.worker_of(&claim)?;

@@ -1,16 +1,19 @@
 //! Health of workers on boards: simulated nodes run the pods, and the simulated GitHub plays the runners, or does not.
 
 use anyhow::{Context, Result, ensure};
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::{Event, Node, Pod};
 use kube::{
-    Api,
-    api::{DeleteParams, Patch, PatchParams},
+    Api, ResourceExt,
+    api::{DeleteParams, ListParams, Patch, PatchParams},
 };
-use paddock::api::{ClaimPhase, Failure, FailureReason, LABEL_BOARD, RunnerClaim, Worker, WorkerState};
+use paddock::api::{ClaimPhase, Failure, FailureReason, LABEL_BOARD, RunnerClaim, RunnerPool, Worker, WorkerState};
 use paddock_bed::github::Conclusion;
 use serde_json::{Value, json};
 
-use crate::{boards::Boards, support::World};
+use crate::{
+    boards::{Boards, unplayed},
+    support::World,
+};
 
 fn failure(worker: Worker) -> Result<Failure> {
     worker.status.and_then(|status| status.failure).map(|failure| *failure).context("a failed worker says why")
@@ -24,20 +27,28 @@ async fn pod_phase(boards: &Boards<'_>, name: &str) -> Result<Option<String>> {
 /// A pod that cannot start is given up with the scheduler's own words, and the slot is free for another try.
 pub async fn a_pod_that_never_starts_is_given_up(world: &World) -> Result<()> {
     let storage = json!({ "request": "10Ti", "limit": "10Ti" });
-    let changes = json!({ "timeouts": { "podPending": "3s" }, "ephemeralStorage": storage });
-    let boards = Boards::simulated(world, 1, changes).await?;
+    let boards = Boards::simulated(world, 1, json!({ "ephemeralStorage": storage })).await?;
     boards.claim("build").await?;
-    let failed = |worker: &Worker| worker.status.as_ref().and_then(|status| status.state) == Some(WorkerState::Failed);
-    let mut found = None;
+    let mut name = None;
     world
-        .until_true("a worker failed", async || {
-            found = boards.workers().await?.into_iter().find(failed);
-            Ok(found.is_some())
+        .until_true("a pod is made", async || {
+            name = boards.pods().await?.first().map(|pod| pod.name_any());
+            Ok(name.is_some())
         })
         .await?;
-    let worker = found.context("it was there")?;
-    let name = worker.metadata.name.clone().unwrap_or_default();
-    let failure = failure(worker)?;
+    let name = name.context("it was there")?;
+    // However long the scheduler takes for its words: the pod's time is up after them.
+    let events = world.api::<Event>(&boards.namespace);
+    let of_pod = |event: &Event| {
+        let words = event.message.as_deref().unwrap_or_default();
+        event.involved_object.name.as_ref() == Some(&name) && words.contains("ephemeral-storage")
+    };
+    let told = async || Ok(events.list(&ListParams::default()).await?.items.iter().any(of_pod));
+    world.until_true("the scheduler said why the pod does not start", told).await?;
+    let short = json!({ "spec": { "board": { "timeouts": { "podPending": "1s" } } } });
+    let pools = world.api::<RunnerPool>(&boards.namespace);
+    pools.patch("riscv", &PatchParams::default(), &Patch::Merge(short)).await?;
+    let failure = failure(boards.until_worker(&name, WorkerState::Failed).await?)?;
     ensure!(failure.reason == FailureReason::PodStuckPending, "{failure:?}");
     let told = failure.events.iter().any(|event| event.message.contains("ephemeral-storage"));
     ensure!(told, "the events say why: {failure:?}");
@@ -49,7 +60,7 @@ pub async fn a_pod_that_never_starts_is_given_up(world: &World) -> Result<()> {
 
 /// A pod that runs and whose runner never comes is ended, so that its log stays, and replaced.
 pub async fn a_runner_that_never_registers_is_replaced(world: &World) -> Result<()> {
-    let boards = Boards::simulated(world, 2, json!({ "timeouts": { "registration": "3s" } })).await?;
+    let boards = Boards::simulated(world, 2, json!({ "timeouts": { "registration": "10s" } })).await?;
     boards.claim("build").await?;
     let name = boards.until_running("build").await?;
     let failure = failure(boards.until_worker(&name, WorkerState::Failed).await?)?;
@@ -64,11 +75,12 @@ pub async fn a_runner_that_never_registers_is_replaced(world: &World) -> Result<
 
 /// A runner that gets no job is removed at GitHub first, and then ended.
 pub async fn a_runner_without_a_job_is_given_up(world: &World) -> Result<()> {
-    let boards = Boards::simulated(world, 1, json!({ "timeouts": { "idle": "3s" } })).await?;
+    // Long enough for the claim to say that it is Ready.
+    let boards = Boards::simulated(world, 1, json!({ "timeouts": { "idle": "15s" } })).await?;
     boards.claim("build").await?;
     let name = boards.until_running("build").await?;
     world.stage.github.play_runner(&name)?;
-    boards.until_claim("build", ClaimPhase::Ready).await?;
+    boards.until_was("build", ClaimPhase::Ready).await?;
     let failure = failure(boards.until_worker(&name, WorkerState::Failed).await?)?;
     ensure!(failure.reason == FailureReason::RunnerIdle, "{failure:?}");
     boards.until_no_runner(&name).await
@@ -85,8 +97,8 @@ pub async fn i8_a_busy_runner_is_never_given_up(world: &World) -> Result<()> {
     boards.until_claim("build", ClaimPhase::Ready).await?;
     // Two looks at the list, at least, find it busy.
     let list = "/orgs/{org}/actions/runner-groups/{runner_group_id}/runners";
-    let before = github.count("GET", list);
-    world.until_true("GitHub was asked", async || Ok(github.count("GET", list) >= before + 2)).await?;
+    let before = boards.asked("GET", list);
+    world.until_true("GitHub was asked", async || Ok(boards.asked("GET", list) >= before + 2)).await?;
     let worker = boards.until_worker(&name, WorkerState::Running).await?;
     ensure!(worker.metadata.deletion_timestamp.is_none(), "it is left alone");
     ensure!(pod_phase(&boards, &name).await?.as_deref() == Some("Running"));
@@ -97,7 +109,7 @@ pub async fn i8_a_busy_runner_is_never_given_up(world: &World) -> Result<()> {
 
 /// I8: GitHub has the last word: a runner that it calls busy stays although nobody here knows of its job.
 pub async fn i8_github_refuses_to_remove_a_busy_runner(world: &World) -> Result<()> {
-    let boards = Boards::simulated(world, 1, json!({})).await?;
+    let boards = Boards::simulated(world, 1, unplayed()).await?;
     let github = &world.stage.github;
     let cancelled = boards.queue(None)?;
     let claim = boards.claim_for(&cancelled).await?;
@@ -106,10 +118,10 @@ pub async fn i8_github_refuses_to_remove_a_busy_runner(world: &World) -> Result<
     let other = boards.job(None)?;
     github.play_runner(&name)?;
     let route = "/orgs/{org}/actions/runners/{runner_id}";
-    let before = github.count("DELETE", route);
+    let before = boards.asked("DELETE", route);
     boards.tell(&claim, "completed", None).await?;
     boards.until_claim(&claim, ClaimPhase::Completed).await?;
-    world.until_true("GitHub was asked", async || Ok(github.count("DELETE", route) > before)).await?;
+    world.until_true("GitHub was asked", async || Ok(boards.asked("DELETE", route) > before)).await?;
     let worker = boards.until_worker(&name, WorkerState::Running).await?;
     ensure!(worker.metadata.deletion_timestamp.is_none(), "it is left alone");
     ensure!(pod_phase(&boards, &name).await?.as_deref() == Some("Running"));
@@ -119,7 +131,7 @@ pub async fn i8_github_refuses_to_remove_a_busy_runner(world: &World) -> Result<
 
 /// Pods on a node that does not answer are given up at once, and their slots elsewhere are used.
 pub async fn a_lost_node_fails_its_worker_and_another_takes_over(world: &World) -> Result<()> {
-    let boards = Boards::simulated(world, 2, json!({})).await?;
+    let boards = Boards::simulated(world, 2, unplayed()).await?;
     boards.claim("build").await?;
     let name = boards.until_running("build").await?;
     let worker = boards.until_worker(&name, WorkerState::Running).await?;
@@ -145,7 +157,7 @@ pub async fn a_lost_node_fails_its_worker_and_another_takes_over(world: &World) 
 
 /// A worker whose pod somebody deleted is over, says so, and is replaced.
 pub async fn a_worker_without_a_pod_is_over_and_replaced(world: &World) -> Result<()> {
-    let boards = Boards::simulated(world, 1, json!({})).await?;
+    let boards = Boards::simulated(world, 1, unplayed()).await?;
     boards.claim("build").await?;
     let name = boards.until_running("build").await?;
     let now = DeleteParams::default().grace_period(0);
@@ -160,7 +172,7 @@ pub async fn a_worker_without_a_pod_is_over_and_replaced(world: &World) -> Resul
 
 /// I2: a runner of ours that no worker stands for is removed, and nobody else's is touched.
 pub async fn i2_a_runner_without_a_worker_is_swept(world: &World) -> Result<()> {
-    let boards = Boards::simulated(world, 1, json!({ "timeouts": { "registration": "30s" } })).await?;
+    let boards = Boards::simulated(world, 1, unplayed()).await?;
     boards.claim("build").await?;
     let name = boards.until_running("build").await?;
     let github = &world.stage.github;

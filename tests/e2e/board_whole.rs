@@ -1,7 +1,5 @@
 //! The whole way of a job, with nothing played but GitHub.
 
-use std::time::Duration;
-
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::core::v1::{Pod, Secret};
 use kube::{ResourceExt, api::ListParams};
@@ -17,10 +15,8 @@ use serde_json::json;
 use crate::{
     board_burst::{hooked_pool, queue, resource, until_free},
     boards::{BOARD, IMAGE, node},
-    support::World,
+    support::{DEADLINE, World},
 };
-
-const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A job is queued at GitHub, whose webhook becomes a claim; its pod starts on the real kubelet, in a slot of the real
 /// device plugin; the runner in it comes online, takes the job and ends; the pod goes after its grace, and the slot is free.

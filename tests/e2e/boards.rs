@@ -1,6 +1,6 @@
 //! Pools of boards for tests: on the real kubelet, or on nodes that KWOK plays.
 
-use std::{path::Path, time::Duration};
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::core::v1::Pod;
@@ -18,27 +18,29 @@ use paddock_bed::{
     image::runner_image,
     kwok::SimulatedNodes,
     node::Node,
-    stage::{CREDENTIALS, ORGANIZATION, REPOSITORY, binary},
+    stage::{CREDENTIALS, REPOSITORY, binary},
 };
 use serde_json::{Value, json};
 use tokio::sync::OnceCell;
 
-use crate::support::World;
+use crate::support::{DEADLINE, World};
 
 pub const BOARD: &str = "test-board";
 pub const IMAGE: &str = "paddock-bed/runner:1";
-/// Longer than anything takes on a slow machine.
-const DEADLINE: Duration = Duration::from_secs(60);
 
 /// The one real node, and KWOK; they end with the bed.
 static NODE: OnceCell<Node> = OnceCell::const_new();
 static SIMULATED: OnceCell<SimulatedNodes> = OnceCell::const_new();
 
-/// A namespace with a pool of its own: its jobs have a label, and its slots a resource, that no other test has.
+/// A namespace with a pool of its own: its jobs have an organisation and a label, and its slots a resource, that no other
+/// test has. Caps, faults and troubles with GitHub count by organisation.
 pub struct Boards<'a> {
     pub world: &'a World,
     pub namespace: String,
     pub label: String,
+    /// The organisation, and the App's installation there.
+    pub login: String,
+    pub installation: u64,
     /// Whose jobs are served, and in which repository they are.
     pub owner: Value,
     pub repository: Value,
@@ -70,33 +72,37 @@ impl<'a> Boards<'a> {
 
     async fn new(world: &'a World) -> Result<Self> {
         let namespace = world.namespace().await?;
+        let (label, login) = (format!("rv-{namespace}"), format!("org-{namespace}"));
+        Self::of_organization(world, namespace, label, login)
+    }
+
+    /// The same pool for the jobs of another organisation, which has the App installed.
+    pub fn for_organization(&self, login: &str) -> Result<Boards<'a>> {
+        Self::of_organization(self.world, self.namespace.clone(), self.label.clone(), login.to_owned())
+    }
+
+    fn of_organization(world: &'a World, namespace: String, label: String, login: String) -> Result<Self> {
         let github = &world.stage.github;
-        let (owner, repository) =
-            (github.organization(ORGANIZATION), github.repository(ORGANIZATION, REPOSITORY, true)?);
+        let (owner, repository) = (github.organization(&login), github.repository(&login, REPOSITORY, true)?);
+        let installation = github.install(world.stage.app_id(), &login)?;
         Ok(Self {
             world,
-            label: format!("rv-{namespace}"),
             namespace,
+            label,
             owner: json!({ "id": owner.id, "login": owner.login, "type": "Organization" }),
-            repository: json!({ "id": repository.id, "name": format!("{ORGANIZATION}/{REPOSITORY}") }),
+            repository: json!({ "id": repository.id, "name": format!("{login}/{REPOSITORY}") }),
+            login,
+            installation,
             _plugin: None,
         })
     }
 
-    /// The same pool for the jobs of another organisation, which has the App installed; with the installation.
-    pub async fn for_organization(&self, login: &str) -> Result<(Boards<'a>, u64)> {
-        let github = &self.world.stage.github;
-        let (owner, repository) = (github.organization(login), github.repository(login, REPOSITORY, true)?);
-        let installation = github.install(self.world.stage.app_id(), login)?;
-        let boards = Boards {
-            world: self.world,
-            namespace: self.namespace.clone(),
-            label: self.label.clone(),
-            owner: json!({ "id": owner.id, "login": owner.login, "type": "Organization" }),
-            repository: json!({ "id": repository.id, "name": format!("{login}/{REPOSITORY}") }),
-            _plugin: None,
-        };
-        Ok((boards, installation))
+    /// How often GitHub was asked this in the name of the organisation, and so for this pool alone.
+    pub fn asked(&self, method: &str, route: &str) -> u64 {
+        let account = format!("installation ID {}", self.installation);
+        let calls = self.world.stage.github.calls().into_iter();
+        let own = calls.filter(|call| call.account == account && call.method == method && call.route == route);
+        own.map(|call| call.count).sum()
     }
 
     fn resource(&self) -> String {
@@ -179,6 +185,12 @@ impl<'a> Boards<'a> {
         self.world.until(&self.namespace, name, phase.as_str(), is).await
     }
 
+    /// Waits until the claim is, or was, in this phase: one that passes may be over before anybody looks.
+    pub async fn until_was(&self, name: &str, phase: ClaimPhase) -> Result<RunnerClaim> {
+        let was = |claim: &RunnerClaim| claim.status.as_ref().is_some_and(|it| it.phase_times.of(phase).is_some());
+        self.world.until(&self.namespace, name, phase.as_str(), was).await
+    }
+
     /// Waits until the claim says this.
     pub async fn until_says(&self, name: &str, words: &str) -> Result<RunnerClaim> {
         let says = |claim: &RunnerClaim| message(claim).contains(words);
@@ -230,6 +242,11 @@ impl<'a> Boards<'a> {
         let github = &self.world.stage.github;
         self.world.until_true(&format!("runner {name} is gone"), async || Ok(github.runner(name).is_none())).await
     }
+}
+
+/// For a pool whose runners are not played, or late: they are not given up for that.
+pub fn unplayed() -> Value {
+    json!({ "timeouts": { "registration": "1h" } })
 }
 
 pub async fn node(world: &World) -> Result<&'static Node> {

@@ -3,7 +3,7 @@
 
 use std::fs;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use base64::{Engine, prelude::BASE64_STANDARD};
 use k8s_openapi::api::core::v1::Secret;
 use kube::{ResourceExt, api::ListParams};
@@ -39,10 +39,8 @@ pub async fn leaks(world: &World) -> Result<Vec<String>> {
         places.push((format!("the user data of {}", instance.id), instance.user_data));
     }
     places.push(("the table".into(), Cloud::new(&stage.aws, CLUSTER).dump().await?.into_bytes()));
-    let url = world.operator().as_ref().context("the operator runs")?.url();
     for path in PAGES {
-        let page = reqwest::get(format!("{url}{path}")).await?.error_for_status()?;
-        places.push((format!("the page {path}"), page.bytes().await?.into()));
+        places.push((format!("the page {path}"), page(world, path).await?));
     }
     let searched: usize = places.iter().map(|(_, text)| text.len()).sum();
     println!("{} places with {searched} bytes were searched for secrets", places.len());
@@ -55,6 +53,26 @@ pub async fn leaks(world: &World) -> Result<Vec<String>> {
         }
     }
     Ok(found)
+}
+
+/// A page of the operator; asked for again should the operator be replaced at this moment.
+async fn page(world: &World, path: &str) -> Result<Vec<u8>> {
+    let url = format!("{}{path}", world.url());
+    let get = async || reqwest::get(&url).await?.error_for_status()?.bytes().await;
+    let mut page = Vec::new();
+    world
+        .until_true(&format!("{path} is answered"), async || match get().await {
+            Ok(text) => {
+                page = text.into();
+                Ok(true)
+            }
+            Err(error) => {
+                eprintln!("{path}: {error}");
+                Ok(false)
+            }
+        })
+        .await?;
+    Ok(page)
 }
 
 type Place = (String, Vec<u8>);

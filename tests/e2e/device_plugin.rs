@@ -71,6 +71,19 @@ impl<'a> Slot<'a> {
         self.world.until::<Pod>(&self.namespace, name, "waiting for the slot", waiting).await.map(drop)
     }
 
+    /// How often plugins for the resource have registered.
+    fn registrations(&self) -> usize {
+        let registered = |line: &&str| {
+            line.contains("registered with the kubelet") && !line.contains("not registered with the kubelet")
+        };
+        self.plugin.log().lines().filter(registered).count()
+    }
+
+    /// Waits until one more has registered; what the node offers may still be what it offered before.
+    async fn until_registered_again(&self, before: usize) -> Result<()> {
+        self.world.until_true("the plugin registers again", async || Ok(self.registrations() > before)).await
+    }
+
     async fn until_slots(&self, count: u32) -> Result<()> {
         let nodes = nodes(self.world);
         let what = format!("{} offers {count} of {}", self.node.name(), self.resource);
@@ -108,10 +121,10 @@ pub async fn slots_outlive_a_restart_of_the_kubelet(world: &World) -> Result<()>
     let slot = Slot::new(world).await?;
     slot.pod("first").await?;
     let before = slot.until_running("first").await?;
+    let registrations = slot.registrations();
     slot.node.stop_kubelet().await;
     slot.node.start_kubelet().await?;
-    let registrations = || slot.plugin.log().matches("registered with the kubelet").count();
-    world.until_true("the plugin registers again", async || Ok(registrations() >= 2)).await?;
+    slot.until_registered_again(registrations).await?;
     slot.until_slots(1).await?;
     slot.pod("second").await?;
     slot.until_waiting("second").await?;
@@ -129,11 +142,14 @@ pub async fn slots_go_and_come_with_the_plugin(world: &World) -> Result<()> {
     slot.until_running("first").await?;
     let socket = format!("/var/lib/kubelet/device-plugins/paddock-{}.sock", slot.resource.replace('/', "-"));
     ensure!(Path::new(&socket).exists(), "{socket} is the plugin's");
+    let registrations = slot.registrations();
     let Slot { plugin, .. } = slot;
     ensure!(plugin.stop().await?.success(), "an orderly end");
     ensure!(!Path::new(&socket).exists(), "{socket} is left");
     let plugin = DevicePlugin::start(&world.stage.kube, slot.node, BOARD, &slot.resource, 1).await?;
     let slot = Slot { plugin, ..slot };
+    slot.until_registered_again(registrations).await?;
+    slot.until_slots(1).await?;
     slot.until_running("first").await?;
     slot.pod("second").await?;
     slot.until_waiting("second").await

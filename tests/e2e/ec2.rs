@@ -12,7 +12,7 @@ use paddock_bed::{
 };
 use serde_json::json;
 
-use crate::support::World;
+use crate::{linux::patient, support::World};
 
 pub fn is_ready(claim: &RunnerClaim) -> bool {
     claim.status.as_ref().and_then(|status| status.phase) == Some(ClaimPhase::Ready)
@@ -22,10 +22,19 @@ fn state(worker: &Worker) -> Option<WorkerState> {
     worker.status.as_ref()?.state
 }
 
+/// Waits for the one idle Worker, which follows behind its machine, and whose machine can be claimed by its key.
 async fn the_worker(world: &World, namespace: &str) -> Result<Worker> {
-    let workers = world.api::<Worker>(namespace).list(&ListParams::default()).await?;
-    ensure!(workers.items.len() == 1, "one worker, not {}", workers.items.len());
-    workers.items.into_iter().next().context("one worker")
+    let workers = world.api::<Worker>(namespace);
+    let known = |worker: &Worker| worker.status.as_ref().is_some_and(|status| status.heartbeat.is_some());
+    let mut only = None;
+    let one = async || {
+        let mut there = workers.list(&ListParams::default()).await?.items;
+        let last = there.pop().filter(|_| there.is_empty());
+        only = last.filter(|worker| state(worker) == Some(WorkerState::Idle) && known(worker));
+        Ok(only.is_some())
+    };
+    world.until_true("there is one worker, and it is idle", one).await?;
+    only.context("one worker")
 }
 
 fn queue_job(world: &World, run_id: &str) -> Result<u64> {
@@ -43,7 +52,7 @@ fn queue_job(world: &World, run_id: &str) -> Result<u64> {
 /// second claim gets the same machine.
 pub async fn claim_from_the_warm_pool_and_back(world: &World) -> Result<()> {
     let namespace = world.namespace().await?;
-    let pool = world.stage.ec2_pool(&namespace, "linux", json!({ "minIdle": 1, "maxInstances": 1 }));
+    let pool = world.stage.ec2_pool(&namespace, "linux", patient(json!({ "minIdle": 1, "maxInstances": 1 })));
     world.stage.kube.apply(&pool.to_string()).await?;
     world
         .until::<RunnerPool>(&namespace, "linux", "warm", |pool| {
@@ -60,7 +69,7 @@ pub async fn claim_from_the_warm_pool_and_back(world: &World) -> Result<()> {
         ensure!(status.progress == "1/1", "progress {}", status.progress);
         ensure!(status.workers[0].name == id, "the machine is reused");
         ensure!(status.workers[0].source == WorkerSource::Pool, "it came from the pool");
-        let wait = ["wait", "-n", &namespace, "--for=condition=Ready", "--timeout=10s", "rclaim", &claim];
+        let wait = ["wait", "-n", &namespace, "--for=condition=Ready", "--timeout=60s", "rclaim", &claim];
         ensure!(world.stage.kube.kubectl(&wait).await?.status.success(), "kubectl wait works");
         world.until::<Worker>(&namespace, &id, "running", |worker| state(worker) == Some(WorkerState::Running)).await?;
 
@@ -90,7 +99,7 @@ pub async fn claim_from_the_warm_pool_and_back(world: &World) -> Result<()> {
 /// With nothing in the pool a machine is created, and it joins the pool when it is released.
 pub async fn claim_from_an_empty_pool(world: &World) -> Result<()> {
     let namespace = world.namespace().await?;
-    world.stage.kube.apply(&world.stage.ec2_pool(&namespace, "linux", json!({})).to_string()).await?;
+    world.stage.kube.apply(&world.stage.ec2_pool(&namespace, "linux", patient(json!({}))).to_string()).await?;
     world.stage.kube.apply(&world.stage.claim(&namespace, "build", "linux", "7100", 2).to_string()).await?;
     let ready = world.until::<RunnerClaim>(&namespace, "build", "Ready", is_ready).await?;
     let status = ready.status.context("a ready claim has a status")?;

@@ -1,6 +1,7 @@
 //! How machines, claims and pools end: by time, by deletion, together with their namespace.
 
 use anyhow::{Context, Result, ensure};
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Namespace, Secret};
 use kube::{Api, api::DeleteParams};
 use paddock::api::{ClaimPhase, FailureReason, RunnerClaim, RunnerPool};
@@ -12,12 +13,12 @@ use paddock_bed::{
     github::{Conclusion, Effect as FaultAtGitHub, Fault, JobRequest, Status},
     stage::{CREDENTIALS, ORGANIZATION, REPOSITORY},
 };
-use paddock_record::State;
+use paddock_record::{EXPIRY_SLACK, State};
 use serde_json::json;
 
 use crate::{
-    linux::{Linux, POOL, never_done, pool_why, why},
-    support::World,
+    linux::{Linux, POOL, is_pooled, never_done, pool_why, why},
+    support::{DEADLINE, World},
 };
 
 /// A machine that is never done with its start is ended by the operator, and its claim fails.
@@ -52,7 +53,8 @@ pub async fn i2_the_operator_ends_a_claimed_machine_whose_time_is_up(world: &Wor
 /// A machine serves no longer than `maxRuntime`, and waits no longer than its idle time.
 pub async fn i2_the_operator_ends_machines_in_service_and_idle_ones_whose_time_is_up(world: &World) -> Result<()> {
     let linux = Linux::new(world, json!({ "lifetimes": { "idle": "5s" } })).await?;
-    linux.claim("short", "8720", json!({ "maxRuntime": "2s" })).await?;
+    // Long enough for the claim to be Ready before its machine ends: otherwise it has failed.
+    linux.claim("short", "8720", json!({ "maxRuntime": "10s" })).await?;
     linux.claim("long", "8721", json!({})).await?;
     let (short, long) =
         (linux.until_phase("short", ClaimPhase::Completed), linux.until_phase("long", ClaimPhase::Ready));
@@ -71,19 +73,18 @@ pub async fn i2_the_operator_ends_machines_in_service_and_idle_ones_whose_time_i
 /// I2: where the operator cannot move a record any more, the machine ends itself a minute after its time, in whatever
 /// state it is.
 pub async fn i2_machines_end_themselves_in_every_state_when_the_operator_does_not(world: &World) -> Result<()> {
-    // One machine for each state; the operator's hand is cut off from each record once it is in that state.
+    // One machine for each state; the operator's hand is cut off from each record once it is in that state, and before its
+    // time there is up.
     let created = async {
-        let settings = json!({ "preRunnerScript": never_done(), "lifetimes": { "created": "6s" } });
+        let settings = json!({ "preRunnerScript": never_done(), "lifetimes": { "created": "20s" } });
         let linux = Linux::new(world, settings).await?;
         linux.claim("build", "8730", json!({})).await?;
-        let launched = async || Ok(!linux.ids(State::Created).await?.is_empty());
-        world.until_true("one is created", launched).await?;
         let id = linux.the(State::Created).await?;
         alone(linux, id).await
     };
     let claimed = async {
         let settings = json!({
-            "minIdle": 1, "maxInstances": 1, "lifetimes": { "claimed": "6s" }, "timeouts": { "registration": "10m" },
+            "minIdle": 1, "maxInstances": 1, "lifetimes": { "claimed": "20s" }, "timeouts": { "registration": "10m" },
         });
         let linux = Linux::new(world, settings).await?;
         let id = linux.the(State::Idle).await?;
@@ -96,13 +97,13 @@ pub async fn i2_machines_end_themselves_in_every_state_when_the_operator_does_no
     };
     let idle = async {
         let linux =
-            Linux::new(world, json!({ "minIdle": 1, "maxInstances": 1, "lifetimes": { "idle": "20s" } })).await?;
+            Linux::new(world, json!({ "minIdle": 1, "maxInstances": 1, "lifetimes": { "idle": "30s" } })).await?;
         let id = linux.the(State::Idle).await?;
         alone(linux, id).await
     };
     let running = async {
         let linux = Linux::new(world, json!({})).await?;
-        linux.claim("build", "8732", json!({ "maxRuntime": "6s" })).await?;
+        linux.claim("build", "8732", json!({ "maxRuntime": "20s" })).await?;
         let id = linux.until_phase("build", ClaimPhase::Ready).await?.workers[0].name.clone();
         alone(linux, id).await
     };
@@ -120,6 +121,9 @@ async fn alone(linux: Linux<'_>, id: String) -> Result<()> {
 }
 
 async fn ended(linux: Linux<'_>, id: String, cut: [crate::linux::Faulty<'_>; 2]) -> Result<()> {
+    let record = linux.cloud.record(&id).await?.context("its record is there")?;
+    let last = record.threshold.context("its time is limited")? + EXPIRY_SLACK;
+    linux.world.until_true("the machine's time is up", async || Ok(Timestamp::now() > last)).await?;
     linux.until_gone_at_ec2(&id).await?;
     let record = linux.cloud.record(&id).await?.context("its record is there")?;
     ensure!(record.state != State::Terminated, "nobody but the machine itself ended it: {record:?}");
@@ -151,7 +155,7 @@ pub async fn i11_a_claim_can_be_deleted_in_every_phase(world: &World) -> Result<
         linux.until_record(&id, "claimed", |record| record.state == State::Claimed).await?;
         linux.release("build").await?;
         world.stage.machines.thaw(&id)?;
-        linux.until_record(&id, "idle", |record| record.state == State::Idle && record.leaving.is_empty()).await?;
+        linux.until_record(&id, "idle", is_pooled).await?;
         ensure!(linux.runners().is_empty(), "I2: {:?}", linux.runners());
         linux.clean_up().await
     };
@@ -177,12 +181,10 @@ pub async fn i11_a_claim_can_be_deleted_in_every_phase(world: &World) -> Result<
         }
         let settled = async || {
             let records = linux.records().await?;
-            let idle = records.values().all(|record| record.state == State::Idle && record.leaving.is_empty());
-            Ok(idle && !records.is_empty() && linux.runners().is_empty())
+            let idle = records.values().all(is_pooled) && !records.is_empty();
+            Ok(idle && linux.runners().is_empty() && linux.running().iter().eq(records.keys()))
         };
-        world.until_true("whatever there is, is idle", settled).await?;
-        let ids: Vec<_> = linux.records().await?.into_keys().collect();
-        linux.until_running(&ids).await?;
+        world.until_true("whatever there is, is idle and runs", settled).await?;
         linux.clean_up().await
     };
     tokio::try_join!(pending, claiming, creating, at_once).map(drop)
@@ -199,19 +201,17 @@ pub async fn i11_a_deleted_pool_waits_for_its_claims(world: &World) -> Result<()
         labels: vec!["8760".into()],
         ..JobRequest::default()
     })?;
-    let deadline = std::time::Duration::from_secs(60);
-    world.stage.github.until_job(job.id, deadline, |job| job.status == Status::InProgress && job.heard).await?;
+    world.stage.github.until_job(job.id, DEADLINE, |job| job.status == Status::InProgress && job.heard).await?;
     world.api::<RunnerPool>(&linux.namespace).delete(POOL, &DeleteParams::default()).await?;
     linux.until_pool("waiting", |status| pool_why(status).1.contains("waiting for 1 claims")).await?;
     world.stage.github.finish_job(job.id, Conclusion::Success);
-    world.stage.github.until_job(job.id, deadline, |job| job.status == Status::Completed).await?;
+    world.stage.github.until_job(job.id, DEADLINE, |job| job.status == Status::Completed).await?;
     let job = world.stage.github.job(job.id).context("the job is known")?;
     ensure!(job.conclusion == Some(Conclusion::Success), "I8: {job:?}");
     linux.release("build").await?;
     world.until_gone::<RunnerPool>(&linux.namespace, POOL).await?;
     linux.until_running(&[]).await?;
-    ensure!(linux.runners().is_empty(), "I2: {:?}", linux.runners());
-    Ok(())
+    linux.until_no_runners().await
 }
 
 /// I11: a namespace goes with everything in it, whatever goes first, and leaves nothing at AWS or GitHub.
@@ -224,10 +224,12 @@ pub async fn i11_a_namespace_goes_with_pools_and_claims_in_it(world: &World) -> 
     namespaces.delete(&linux.namespace, &DeleteParams::default()).await?;
     let gone = async || Ok(namespaces.get_opt(&linux.namespace).await?.is_none());
     world.until_true("the namespace is gone", gone).await?;
-    linux.until_running(&[]).await?;
-    ensure!(linux.runners().is_empty(), "I2: {:?}", linux.runners());
-    ensure!(linux.cloud.records(&linux.key()).await?.is_empty(), "no record is left");
-    Ok(())
+    // A machine that was being launched is found and ended later.
+    let none = async || {
+        let records = linux.cloud.records(&linux.key()).await?;
+        Ok(records.is_empty() && linux.running().is_empty() && linux.runners().is_empty())
+    };
+    world.until_true("no machine, no record and no runner is left", none).await
 }
 
 /// I11: a claim whose machines cannot leave GitHub waits, says why, and goes when they can.

@@ -12,7 +12,7 @@ use paddock_record::{Signal, State};
 use serde_json::json;
 
 use crate::{
-    linux::{Linux, never_done, pool_why, why},
+    linux::{Linux, is_pooled, never_done, pool_why, why},
     support::World,
 };
 
@@ -37,20 +37,17 @@ pub async fn i4_a_failed_pre_runner_script_fails_the_claim(world: &World) -> Res
 
 /// A new machine that does not come up in time fails the claim; the idle one that was to serve beside it is pooled again.
 pub async fn i4_a_machine_that_never_comes_up_fails_the_claim(world: &World) -> Result<()> {
-    let settings = json!({ "minIdle": 1, "maxInstances": 2, "timeouts": { "validation": "6s" } });
-    let linux = Linux::new(world, settings.clone()).await?;
+    let linux = Linux::new(world, json!({ "minIdle": 1, "maxInstances": 2 })).await?;
     let warm = linux.the(State::Idle).await?;
-    let mut slow = settings;
-    slow["minIdle"] = json!(0);
-    slow["preRunnerScript"] = never_done();
-    linux.set(slow).await?;
-    linux.until_pool("edited", |status| status.launch_template.as_ref().is_some_and(|t| t.version == 2)).await?;
+    // The warm one has had its time to come up.
+    let timeouts = json!({ "validation": "6s" });
+    linux.set(json!({ "maxInstances": 2, "preRunnerScript": never_done(), "timeouts": timeouts })).await?;
+    linux.until_pool("edited", |status| status.launch_template.as_ref().is_some_and(|t| t.version > 1)).await?;
     linux.claim("build", "8610", json!({ "count": 2 })).await?;
     let failed = fails(&linux, "ValidationFailed").await?;
     ensure!(why(&failed).1.contains("within 6s"), "{failed:?}");
     linux.until_running(std::slice::from_ref(&warm)).await?;
-    let pooled = |record: &paddock_record::Instance| record.state == State::Idle && record.leaving.is_empty();
-    linux.until_record(&warm, "idle", pooled).await?;
+    linux.until_record(&warm, "idle", is_pooled).await?;
     let queue = linux.queue().await?;
     world.until_true("it is offered", async || Ok(linux.cloud.offers(&queue).await?.contains(&warm))).await?;
     linux.release("build").await?;
@@ -75,7 +72,7 @@ pub async fn a_machine_that_registers_for_another_run_or_not_at_all_is_replaced(
 
 /// I8: a machine in service whose heartbeat stops is shown as stale and left alone: it may be in the middle of a job.
 pub async fn i8_a_silent_machine_in_service_is_shown_and_left_alone(world: &World) -> Result<()> {
-    let linux = Linux::new(world, json!({ "timeouts": { "heartbeat": "6s" } })).await?;
+    let linux = Linux::new(world, json!({ "timeouts": { "heartbeat": "20s" } })).await?;
     linux.claim("build", "8630", json!({})).await?;
     let id = linux.until_phase("build", ClaimPhase::Ready).await?.workers[0].name.clone();
     let heart = |worker: &Worker| Some(worker.status.as_ref()?.heartbeat.as_ref()?.state);
@@ -104,7 +101,7 @@ pub async fn i4_partial_capacity_fails_the_claim_and_keeps_nothing(world: &World
     let told = linux.until_claim("build", "without capacity", told).await?;
     ensure!(why(&told).1.contains("insufficient capacity in zones") && why(&told).1.contains("us-east-1"), "{told:?}");
     linux.until_running(std::slice::from_ref(&warm)).await?;
-    linux.until_record(&warm, "idle", |record| record.state == State::Idle && record.leaving.is_empty()).await?;
+    linux.until_record(&warm, "idle", is_pooled).await?;
     linux.release("build").await?;
     linux.clean_up().await
 }
@@ -155,7 +152,7 @@ pub async fn a_machine_that_ec2_does_not_list_yet_is_not_given_up(world: &World)
     let record = linux.cloud.record(&id).await?.context("it has a record")?;
     ensure!(record.state == State::Running, "{record:?}");
     linux.release("build").await?;
-    linux.until_record(&id, "idle", |record| record.state == State::Idle && record.leaving.is_empty()).await?;
+    linux.until_record(&id, "idle", is_pooled).await?;
     linux.clean_up().await
 }
 
@@ -176,8 +173,9 @@ pub async fn i2_a_denied_termination_is_shown_and_tried_again(world: &World) -> 
         reason == "AwsDenied" && message.contains("TerminateInstances")
     };
     linux.until_pool("denied", shown).await?;
+    world.until_true("its end was tried again", async || Ok(denied.hits() > 1)).await?;
     let runs = linux.instances().iter().any(|i| i.id == id && i.state == InstanceState::Running);
-    ensure!(runs && denied.hits() > 1, "it runs, and its end was tried again: {}", denied.hits());
+    ensure!(runs, "it still runs");
     drop(denied);
     linux.until_gone_at_ec2(&id).await?;
     linux.until_pool("Ready", |status| pool_why(status).0 == "Ready").await?;
@@ -205,14 +203,14 @@ pub async fn i2_a_deleted_table_is_made_anew(world: &World) -> Result<()> {
     let linux = Linux::new(world, json!({ "minIdle": 1, "maxInstances": 3 })).await?;
     let forgotten = linux.the(State::Idle).await?;
     linux.cloud.delete_table().await?;
-    linux.until_pool("in trouble", |status| pool_why(status).1.contains("the table was deleted")).await?;
+    linux.until_pool_said("the table was deleted").await?;
+    linux.until_gone_at_ec2(&forgotten).await?;
     let replaced = async || {
         // There may be no table to ask.
         let idle = linux.ids(State::Idle).await.unwrap_or_default();
         Ok(idle.iter().any(|id| *id != forgotten))
     };
     world.until_true("another machine is warm", replaced).await?;
-    linux.until_gone_at_ec2(&forgotten).await?;
     linux.claim("build", "8696", json!({})).await?;
     linux.until_phase("build", ClaimPhase::Ready).await?;
     linux.release("build").await?;
@@ -227,16 +225,19 @@ pub async fn drift_at_aws_is_repaired(world: &World) -> Result<()> {
     let idle = linux.the(State::Idle).await?;
     linux.cloud.delete_queue(&queue).await?;
     linux.cloud.delete_template(&template).await?;
-    let offered =
-        async || Ok(linux.cloud.has_queue(&queue).await? && linux.cloud.offers(&queue).await?.contains(&idle));
-    world.until_true("the queue is there again with its offer", offered).await?;
+    // One sweep finds that the queue is gone, and a later one that the offer is.
+    world.until_true("the queue is there again", async || linux.cloud.has_queue(&queue).await).await?;
+    let offered = async || Ok(linux.cloud.offers(&queue).await?.contains(&idle));
+    world.until_true("the machine is offered again", offered).await?;
     let another = |status: &paddock::api::RunnerPoolStatus| {
         status.launch_template.as_ref().is_some_and(|now| now.id != template) && pool_why(status).0 == "Ready"
     };
     linux.until_pool("with another template", another).await?;
 
+    let launched = linux.instances().len();
     linux.cloud.delete_record(&idle).await?;
     linux.until_gone_at_ec2(&idle).await?;
+    world.until_true("another machine is launched", async || Ok(linux.instances().len() > launched)).await?;
     let replaced = async || Ok(linux.ids(State::Idle).await?.iter().any(|id| *id != idle));
     world.until_true("another machine is warm", replaced).await?;
     linux.claim("build", "8695", json!({})).await?;

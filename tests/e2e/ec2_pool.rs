@@ -17,7 +17,7 @@ use paddock_record::{IdleMessage, State, stamp};
 use serde_json::json;
 
 use crate::{
-    linux::{Linux, why},
+    linux::{Linux, parts, why},
     support::World,
 };
 
@@ -51,10 +51,18 @@ pub async fn claim_of_ten_takes_four_idle_machines_and_six_new_ones(world: &Worl
 /// I1: claims that come at once share what is idle; nobody gets a machine that another has, and none is made.
 pub async fn i1_ten_claims_of_ten_race_for_a_hundred_idle_machines(world: &World) -> Result<()> {
     // A hundred agents and runners on a machine of two cores take their time.
-    let timeouts = json!({ "registration": "2m" });
-    let linux = Linux::new(world, json!({ "minIdle": 100, "maxInstances": 100, "timeouts": timeouts })).await?;
+    let settings = json!({
+        "minIdle": 100, "maxInstances": 100,
+        "timeouts": { "registration": "20m", "validation": "20m", "deregistration": "20m" },
+        "lifetimes": { "created": "30m", "claimed": "30m", "idle": "30m" },
+    });
+    let linux = Linux::new(world, settings).await?;
     let claims: Vec<_> = (0..10).map(|number| (format!("build-{number}"), format!("820{number}"))).collect();
     try_join_all(claims.iter().map(|(name, run)| linux.claim(name, run, json!({ "count": 10 })))).await?;
+    for part in parts(100) {
+        let more = async || Ok(linux.runners().len() >= part);
+        world.until_true(&format!("{part} runners are registered"), more).await?;
+    }
     let mut owned = BTreeSet::new();
     for (name, run) in &claims {
         let ready = linux.until_phase(name, ClaimPhase::Ready).await?;

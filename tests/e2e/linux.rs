@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, ensure};
-use kube::api::DeleteParams;
+use anyhow::{Context, Result};
+use k8s_openapi::api::core::v1::Event;
+use kube::api::{DeleteParams, ListParams};
 use paddock::api::{
     ClaimPhase, FailureReason, READY, RunnerClaim, RunnerClaimStatus, RunnerPool, RunnerPoolStatus, Worker, WorkerState,
 };
@@ -19,6 +20,9 @@ use crate::support::World;
 
 pub const POOL: &str = "linux";
 
+/// So many machines have a deadline of their own.
+const PART: usize = 10;
+
 pub struct Linux<'a> {
     pub world: &'a World,
     pub namespace: String,
@@ -28,12 +32,32 @@ pub struct Linux<'a> {
 impl<'a> Linux<'a> {
     /// A pool with these settings, when it is ready to serve and as warm as it shall be.
     pub async fn new(world: &'a World, settings: Value) -> Result<Self> {
-        let (linux, warm) = (Self::unready(world, settings.clone()).await?, settings["minIdle"].as_u64().unwrap_or(0));
+        let warm = usize::try_from(settings["minIdle"].as_u64().unwrap_or(0))?;
+        let linux = Self::unready(world, settings).await?;
+        for part in parts(warm) {
+            let warmer = |status: &RunnerPoolStatus| status.workers.idle as usize >= part;
+            linux.until_pool(&format!("warm with {part} machines"), warmer).await?;
+        }
         let ready = |status: &RunnerPoolStatus| {
-            status.launch_template.is_some() && !status.queues.is_empty() && u64::from(status.workers.idle) == warm
+            status.launch_template.is_some() && !status.queues.is_empty() && status.workers.idle as usize == warm
         };
         linux.until_pool("ready", ready).await?;
+        linux.until_claimable(warm).await?;
         Ok(linux)
+    }
+
+    /// Waits until the operator can give so many idle machines away: it has their keys with their heartbeats.
+    async fn until_claimable(&self, count: usize) -> Result<()> {
+        let workers = self.world.api::<Worker>(&self.namespace);
+        let idle = |worker: &&Worker| {
+            let status = worker.status.as_ref();
+            status.is_some_and(|status| status.state == Some(WorkerState::Idle) && status.heartbeat.is_some())
+        };
+        let claimable = async || {
+            let workers = workers.list(&ListParams::default()).await?;
+            Ok(workers.items.iter().filter(idle).count() >= count)
+        };
+        self.world.until_true(&format!("{count} machines of {} can be claimed", self.key()), claimable).await
     }
 
     pub async fn unready(world: &'a World, settings: Value) -> Result<Self> {
@@ -48,10 +72,15 @@ impl<'a> Linux<'a> {
         format!("{}/{POOL}", self.namespace)
     }
 
-    /// Applies the pool anew.
+    /// Applies the pool with these settings, and waits until the operator goes by them.
     pub async fn set(&self, settings: Value) -> Result<()> {
-        let pool = self.world.stage.ec2_pool(&self.namespace, POOL, settings);
-        self.world.stage.kube.apply(&pool.to_string()).await
+        let pool = self.world.stage.ec2_pool(&self.namespace, POOL, patient(settings));
+        self.world.stage.kube.apply(&pool.to_string()).await?;
+        let seen = |pool: &RunnerPool| {
+            let observed = pool.status.as_ref().and_then(|status| status.observed_generation);
+            observed.is_some() && observed == pool.metadata.generation
+        };
+        self.world.until::<RunnerPool>(&self.namespace, POOL, "seen by the operator", seen).await.map(drop)
     }
 
     pub async fn claim(&self, name: &str, run_id: &str, settings: Value) -> Result<()> {
@@ -73,6 +102,18 @@ impl<'a> Linux<'a> {
     pub async fn until_pool(&self, what: &str, wanted: impl Fn(&RunnerPoolStatus) -> bool) -> Result<()> {
         let is = |pool: &RunnerPool| pool.status.as_ref().is_some_and(&wanted);
         self.world.until::<RunnerPool>(&self.namespace, POOL, what, is).await.map(drop)
+    }
+
+    /// Waits until the pool's condition says `text`, or an event tells that it did: the condition may have changed since.
+    pub async fn until_pool_said(&self, text: &str) -> Result<()> {
+        let about = ListParams::default().fields(&format!("involvedObject.kind=RunnerPool,involvedObject.name={POOL}"));
+        let events = self.world.api::<Event>(&self.namespace);
+        let tells = |event: &Event| event.message.as_deref().is_some_and(|message| message.contains(text));
+        let said = async || {
+            let status = self.pool_status().await?;
+            Ok(pool_why(&status).1.contains(text) || events.list(&about).await?.items.iter().any(tells))
+        };
+        self.world.until_true(&format!("{} said {text:?}", self.key()), said).await
     }
 
     pub async fn until_claim(
@@ -114,20 +155,28 @@ impl<'a> Linux<'a> {
         Ok(records.filter(|(_, record)| record.state == state).map(|(id, _)| id).collect())
     }
 
-    /// The only machine in a state.
+    /// Waits until one machine, and no more, is in a state.
     pub async fn the(&self, state: State) -> Result<String> {
-        let mut ids = self.ids(state).await?;
-        ensure!(ids.len() == 1, "one machine is {state}, not {ids:?}");
-        ids.pop().context("there is one")
+        let mut only = None;
+        let one = async || {
+            let mut ids = self.ids(state).await?;
+            only = ids.pop().filter(|_| ids.is_empty());
+            Ok(only.is_some())
+        };
+        self.world.until_true(&format!("one machine of {} is {state}", self.key()), one).await?;
+        only.context("there is one")
     }
 
     /// Waits until these many machines, and no others, are idle and have left GitHub.
     pub async fn until_pooled(&self, count: usize) -> Result<()> {
+        for part in parts(count) {
+            let some = async || Ok(self.records().await?.into_values().filter(is_pooled).count() >= part);
+            self.world.until_true(&format!("{part} of {count} machines of {} are pooled", self.key()), some).await?;
+        }
         self.world
             .until_true(&format!("{count} machines of {} are pooled", self.key()), async || {
                 let records = self.records().await?;
-                let pooled = records.values().all(|record| record.state == State::Idle && record.leaving.is_empty());
-                Ok(pooled && records.len() == count && self.runners().is_empty())
+                Ok(records.values().all(is_pooled) && records.len() == count && self.runners().is_empty())
             })
             .await
     }
@@ -144,17 +193,26 @@ impl<'a> Linux<'a> {
         all
     }
 
+    /// The instances of the pool that run, in order of their ids.
+    pub fn running(&self) -> Vec<String> {
+        let runs = |instance: &Instance| instance.state == InstanceState::Running;
+        let mut ids: Vec<_> = self.instances().into_iter().filter(runs).map(|instance| instance.id).collect();
+        ids.sort();
+        ids
+    }
+
     /// Waits until exactly these instances of the pool run.
     pub async fn until_running(&self, ids: &[String]) -> Result<()> {
-        let runs = |instance: &&Instance| instance.state == InstanceState::Running;
-        self.world
-            .until_true(&format!("EC2 runs {ids:?} of {}", self.key()), async || {
-                let mut wanted = ids.to_vec();
-                wanted.sort();
-                let running: Vec<_> = self.instances().iter().filter(runs).map(|i| i.id.clone()).collect();
-                Ok(running == wanted)
-            })
-            .await
+        let mut wanted = ids.to_vec();
+        wanted.sort();
+        let runs = async || Ok(self.running() == wanted);
+        self.world.until_true(&format!("EC2 runs {ids:?} of {}", self.key()), runs).await
+    }
+
+    /// Waits until GitHub has no runner of the pool's machines.
+    pub async fn until_no_runners(&self) -> Result<()> {
+        let none = async || Ok(self.runners().is_empty());
+        self.world.until_true(&format!("GitHub has no runner of {}", self.key()), none).await
     }
 
     /// Waits until a machine is given up for this reason, by record, Worker and EC2.
@@ -189,9 +247,35 @@ impl<'a> Linux<'a> {
     /// Deletes the pool, which leaves nothing at AWS.
     pub async fn clean_up(&self) -> Result<()> {
         self.world.api::<RunnerPool>(&self.namespace).delete(POOL, &DeleteParams::default()).await?;
+        let all = self.running().len();
+        for part in parts(all) {
+            let fewer = async || Ok(self.running().len() <= all - part);
+            self.world.until_true(&format!("{part} of {all} machines of {} end", self.key()), fewer).await?;
+        }
         self.world.until_gone::<RunnerPool>(&self.namespace, POOL).await?;
         self.until_running(&[]).await
     }
+}
+
+/// The numbers on the way to `count` at which it is looked how far things are.
+pub fn parts(count: usize) -> impl Iterator<Item = usize> {
+    (PART..count).step_by(PART)
+}
+
+/// Settings of a pool that gives no healthy machine up while a test waits for it, however slow the computer is. What a
+/// test sets itself stays.
+pub fn patient(mut settings: Value) -> Value {
+    let mut timeouts = json!({ "registration": "4m", "validation": "9m", "deregistration": "9m" });
+    if let (Value::Object(timeouts), Some(Value::Object(own))) = (&mut timeouts, settings.get("timeouts").cloned()) {
+        timeouts.extend(own);
+    }
+    settings["timeouts"] = timeouts;
+    settings
+}
+
+/// Idle, and through with its last run.
+pub fn is_pooled(record: &Record) -> bool {
+    record.state == State::Idle && record.leaving.is_empty()
 }
 
 pub struct Faulty<'a> {

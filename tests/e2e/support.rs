@@ -20,8 +20,8 @@ use tokio::{runtime::Runtime, sync::RwLock};
 
 use crate::canary;
 
-/// Longer than anything takes on a slow machine; a test that waits this long has failed.
-const DEADLINE: Duration = Duration::from_secs(120);
+/// Longer than anything takes on a machine with busy cores; a test that waits this long has failed.
+pub const DEADLINE: Duration = Duration::from_secs(300);
 
 pub type Test = for<'a> fn(&'a World) -> Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 
@@ -160,17 +160,22 @@ impl World {
         bail!("{name} did not become {what} within {DEADLINE:?}; it is {last}")
     }
 
-    /// Waits until something is true of the world.
+    /// Waits until something is true of the world. Servers that are being restarted are asked again.
     pub async fn until_true(&self, what: &str, mut wanted: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+        let mut last = None;
         let start = Instant::now();
         while start.elapsed() < DEADLINE {
             self.keep_operator_alive().await?;
-            if wanted().await? {
-                return Ok(());
+            match wanted().await {
+                Ok(true) => return Ok(()),
+                Ok(false) => last = None,
+                Err(error) if is_transient(&error) => last = Some(error),
+                Err(error) => return Err(error.context(what.to_owned())),
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        bail!("not within {DEADLINE:?}: {what}")
+        let why = last.map(|error| format!(" ({error:#})")).unwrap_or_default();
+        bail!("not within {DEADLINE:?}: {what}{why}")
     }
 
     /// Waits until an object is gone.
@@ -181,4 +186,9 @@ impl World {
         let api = self.api::<K>(namespace);
         self.until_true(&format!("{name} is gone"), async || Ok(api.get_opt(name).await?.is_none())).await
     }
+}
+
+/// Whether a server could not be asked, rather than that its answer was wrong.
+fn is_transient(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| cause.is::<kube::Error>() || cause.is::<reqwest::Error>())
 }

@@ -32,8 +32,8 @@ pub const PREVIOUS_CHART: &str = concat!(env!("PADDOCK_SOURCE"), "/tests/install
 /// Where pools and claims are.
 pub const TEAM: &str = "team";
 
-/// Longer than anything takes on a slow machine; a test that waits this long has failed.
-const DEADLINE: Duration = Duration::from_secs(120);
+/// Longer than anything takes on a busy machine; a test that waits this long has failed.
+const DEADLINE: Duration = Duration::from_secs(300);
 
 /// What every release needs to know here: no image is pulled, and the previous chart runs this tree's operator, too.
 const SETTINGS: [&str; 3] =
@@ -85,8 +85,10 @@ impl Bed {
         Ok(Api::all(self.plane.client()).get(self.node.name()).await?)
     }
 
+    /// Applies it, again if the API server was busy or does not serve its kind yet.
     pub async fn apply(&self, object: Value) -> Result<()> {
-        self.plane.apply(&object.to_string()).await
+        let what = format!("{} {} is applied", object["kind"], object["metadata"]["name"]);
+        self.until(&what, async || self.plane.apply(&object.to_string()).await.map(Some)).await
     }
 
     pub async fn apply_secret(&self, namespace: &str, name: &str, content: Value) -> Result<()> {
@@ -132,9 +134,13 @@ impl Bed {
 
     /// The pod that holds the lease; empty where none does.
     pub async fn holder(&self) -> Result<String> {
+        Ok(pod_of(&self.identity().await?).to_owned())
+    }
+
+    /// Who holds the lease: the pod, and which of its operators, one after the other; empty where none does.
+    pub async fn identity(&self) -> Result<String> {
         let lease = self.api::<Lease>(RELEASE_NAMESPACE).get_opt(LEASE).await?;
-        let identity = lease.and_then(|lease| lease.spec?.holder_identity).unwrap_or_default();
-        Ok(identity.split('_').next().unwrap_or_default().to_owned())
+        Ok(lease.and_then(|lease| lease.spec?.holder_identity).unwrap_or_default())
     }
 
     /// Those that are being deleted among them.
@@ -154,15 +160,18 @@ impl Bed {
         .await
     }
 
-    /// Waits until `probe` finds something; the error shows all there is to know of the release.
+    /// Waits until `probe` finds something, whether it fails meanwhile or not; the error shows all there is to know of
+    /// the release.
     pub async fn until<T>(&self, what: &str, mut probe: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
         let start = Instant::now();
         loop {
-            if let Some(found) = probe().await? {
-                return Ok(found);
-            }
+            let missed = match probe().await {
+                Ok(Some(found)) => return Ok(found),
+                Ok(None) => String::new(),
+                Err(error) => format!(" ({error:#})"),
+            };
             if start.elapsed() > DEADLINE {
-                bail!("not within {DEADLINE:?}: {what}\n{}", self.report().await);
+                bail!("not within {DEADLINE:?}: {what}{missed}\n{}", self.report().await);
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
@@ -188,6 +197,11 @@ fn is_rolled_out(deployment: &Deployment) -> bool {
     let status = deployment.status.clone().unwrap_or_default();
     status.observed_generation == deployment.metadata.generation
         && [status.replicas, status.updated_replicas, status.ready_replicas] == [Some(2); 3]
+}
+
+/// The pod of one who holds the lease.
+pub fn pod_of(identity: &str) -> &str {
+    identity.split('_').next().unwrap_or_default()
 }
 
 /// The operator's process in a pod, as the kernel shows it: the image has no shell to look around with.

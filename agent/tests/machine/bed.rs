@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use aws_sdk_dynamodb::{
     Client,
     config::{BehaviorVersion, Credentials, Region},
@@ -34,12 +34,18 @@ use paddock_record::{
     AgentConfig, Heartbeat, Instance, PublicKey, Signal, State, WorkerSignal, attribute, entity, key, stamp,
 };
 
-/// Nothing here takes this long; what does has failed.
-const DEADLINE: Duration = Duration::from_secs(60);
+/// Nothing here takes this long, on a slow machine either; what does has failed.
+const DEADLINE: Duration = Duration::from_secs(180);
+/// A Java program on a cold machine that compiles at the same time.
+const START_DEADLINE: Duration = Duration::from_secs(300);
+/// A port that was free may be taken when DynamoDB comes to it.
+const START_ATTEMPTS: u32 = 3;
 const OWNER: &str = "acme";
 
 pub struct Bed {
     pub github: GitHub,
+    /// Gone before its directory is.
+    _process: Process,
     dir: tempfile::TempDir,
     dynamodb: Client,
     endpoint: String,
@@ -47,7 +53,6 @@ pub struct Bed {
     /// Every token that GitHub gave out.
     tokens: Mutex<Vec<String>>,
     machines: AtomicU32,
-    _process: Process,
 }
 
 /// What a test may want otherwise.
@@ -77,16 +82,7 @@ pub struct Machine<'a> {
 impl Bed {
     pub async fn start() -> Result<Self> {
         let dir = tempfile::tempdir()?;
-        let (port, jars) = (free_port()?, tool("dynamodb")?);
-        let mut java = Command::new("java");
-        java.args(["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xmx256m", "-XX:-UsePerfData"]);
-        java.arg(format!("-Djava.io.tmpdir={}", dir.path().display()));
-        java.arg(format!("-Djava.library.path={}", jars.display())).arg("-cp").arg(jars.join("*"));
-        java.args(["com.amazonaws.services.dynamodbv2.local.main.ServerRunner", "-inMemory", "-sharedDb"]);
-        java.args(["-disableTelemetry", "-port", &port.to_string()]);
-        let mut process = Process::spawn("dynamodb", java, dir.path())?;
-        let endpoint = format!("http://127.0.0.1:{port}");
-        process.until_ready(DEADLINE, async || reqwest::get(&endpoint).await.is_ok()).await?;
+        let (process, endpoint) = dynamodb(dir.path()).await?;
         let config = aws_sdk_dynamodb::Config::builder()
             .behavior_version(BehaviorVersion::latest())
             .endpoint_url(&endpoint)
@@ -184,8 +180,11 @@ impl Machine<'_> {
                 .attribute_definitions(definition.attribute_type(ScalarAttributeType::S).build()?)
                 .key_schema(KeySchemaElement::builder().attribute_name(name).key_type(kind).build()?);
         }
-        create.send().await?;
-        Ok(())
+        match create.send().await {
+            // A call that the SDK repeats finds what its first attempt made.
+            Err(error) if error.as_service_error().is_some_and(|error| error.is_resource_in_use_exception()) => Ok(()),
+            made => Ok(made.map(drop)?),
+        }
     }
 
     /// Writes the record as the operator does; its threshold lies so far ahead.
@@ -250,7 +249,7 @@ impl Machine<'_> {
                 return Ok(found);
             }
             if start.elapsed() > DEADLINE {
-                bail!("{what} did not come; last said {:?}; the agent:\n{}", self.signal().await?, self.log());
+                bail!("{what} did not come; last said {:?}; the agent:\n{}", self.signal().await.ok(), self.log());
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
@@ -268,6 +267,12 @@ impl Machine<'_> {
         self.root.join(below)
     }
 
+    /// Whether `shutdown` was called as it should be: once, and again for as long as the machine stays up.
+    pub fn shut_down(&self) -> bool {
+        let calls = self.file("shutdown");
+        !calls.is_empty() && calls.lines().all(|call| call == "-h now")
+    }
+
     pub fn log(&self) -> String {
         fs::read_to_string(self.process.log()).unwrap_or_default()
     }
@@ -282,12 +287,18 @@ impl Machine<'_> {
         grep.arg(&self.root).status().is_ok_and(|status| status.code() == Some(0))
     }
 
+    /// Waits until the runner says in its log that it has a job; before, the agent cannot know that it is busy.
+    pub async fn works(&self) -> Result<()> {
+        let says_so = || self.file("var/log/paddock-runner.log").contains("Running job");
+        self.until_true("the job in the runner's log", says_so).await
+    }
+
     pub fn interrupt_spot(&self) {
         self.spot_notice.store(true, Ordering::Relaxed);
     }
 
     /// Signals the one process of this machine that runs the program with that last argument.
-    pub fn kill(&self, program: &Path, last: &str, signal: UnixSignal) -> Result<()> {
+    pub async fn kill(&self, program: &Path, last: &str, signal: UnixSignal) -> Result<()> {
         let root = format!("PADDOCK_ROOT={}", self.root.display());
         let home = format!("HOME={}", self.root.display());
         let is_it = |pid: &i32| {
@@ -301,14 +312,49 @@ impl Machine<'_> {
                 && args.ends_with(last.as_bytes())
                 && (has(&root, &environment) || has(&home, &environment))
         };
-        let all = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
-        let found: Vec<_> = all.filter(is_it).collect();
-        ensure!(found.len() == 1, "{found:?} run {} … {last}", program.display());
-        Ok(kill(Pid::from_raw(found[0]), signal)?)
+        let what = format!("one process that runs {} … {last}", program.display());
+        // For a moment there are two: a child is a copy of its parent until it has become another program.
+        let found = self.until(&what, async || {
+            let all = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
+            let found: Vec<i32> = all.filter(|pid| is_it(pid)).collect();
+            Ok((found.len() == 1).then(|| found[0]))
+        });
+        Ok(kill(Pid::from_raw(found.await?), signal)?)
     }
 
-    pub fn kill_agent(&self, signal: UnixSignal) -> Result<()> {
-        self.kill(Path::new(env!("CARGO_BIN_EXE_paddock-agent")), "config.json", signal)
+    pub async fn kill_agent(&self, signal: UnixSignal) -> Result<()> {
+        self.kill(Path::new(env!("CARGO_BIN_EXE_paddock-agent")), "config.json", signal).await
+    }
+}
+
+/// Starts DynamoDB; answers its address once it carries out calls.
+async fn dynamodb(dir: &Path) -> Result<(Process, String)> {
+    const CREDENTIAL: &str =
+        "AWS4-HMAC-SHA256 Credential=bed/20260101/us-east-1/dynamodb/aws4_request, SignedHeaders=host, Signature=bed";
+    let (jars, http) = (tool("dynamodb")?, reqwest::Client::new());
+    let mut attempt = 1;
+    loop {
+        let port = free_port()?;
+        let mut java = Command::new("java");
+        java.args(["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xmx256m", "-XX:-UsePerfData"]);
+        java.arg(format!("-Djava.io.tmpdir={}", dir.display()));
+        java.arg(format!("-Djava.library.path={}", jars.display())).arg("-cp").arg(jars.join("*"));
+        java.args(["com.amazonaws.services.dynamodbv2.local.main.ServerRunner", "-inMemory", "-sharedDb"]);
+        java.args(["-disableTelemetry", "-port", &port.to_string()]);
+        let mut process = Process::spawn("dynamodb", java, dir)?;
+        let endpoint = format!("http://127.0.0.1:{port}");
+        let answers = async || {
+            let call = http.post(&endpoint).header("x-amz-target", "DynamoDB_20120810.ListTables");
+            let call = call.header("content-type", "application/x-amz-json-1.0").header("authorization", CREDENTIAL);
+            call.body("{}").timeout(DEADLINE).send().await.is_ok_and(|answer| answer.status().is_success())
+        };
+        let outcome = process.until_ready(START_DEADLINE, answers).await;
+        match (outcome, process.exited()) {
+            (Ok(()), None) => return Ok((process, endpoint)),
+            (_, Some(_)) if attempt < START_ATTEMPTS => attempt += 1,
+            (Ok(()), Some(status)) => bail!("DynamoDB ended with {status}:\n{}", process.log_tail(20)),
+            (Err(error), _) => return Err(error),
+        }
     }
 }
 
