@@ -38,11 +38,13 @@ async fn prepare(life: &Life<'_>, label: &str) -> Result<()> {
     let resource = format!("paddock.test/{namespace}");
     let capacity = json!({ "status": { "capacity": { &resource: "1" } } });
     let nodes: Api<KubeNode> = Api::all(life.stage.kube.client());
-    nodes.patch_status(NODE, &PatchParams::default(), &Patch::Merge(capacity)).await?;
+    life.until(async || Ok(nodes.patch_status(NODE, &PatchParams::default(), &Patch::Merge(&capacity)).await?)).await?;
     let pool = json!({
         "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerPool", "metadata": {"name": "riscv"},
         "spec": {"board": {
             "board": BOARD, "labels": [[label]], "image": IMAGE, "resourceName": resource,
+            // A busy machine is slow, and nothing here is to be given up: there is one worker in every life.
+            "timeouts": {"registration": "1h", "podPending": "1h", "idle": "1h"},
             "github": {"credentialsRef": {"name": CREDENTIALS}, "runnerGroup": namespace},
         }},
     });

@@ -21,14 +21,14 @@ pub const TALE: Tale = Tale { name: "ec2", at_once: 10, lead: |life| lead(life).
 async fn lead(life: &Life<'_>) -> Result<()> {
     let scene = Scene::new(life);
     life.begin("warm up");
-    scene.pool(json!({ "minIdle": 1, "maxInstances": 2 })).await?;
+    scene.pool(json!({ "minIdle": 1, "maxInstances": 2, "lifetimes": lifetimes("20m") })).await?;
     scene.settle(&[State::Idle]).await.context("warming up")?;
     let machines = scene.machines();
     ensure!(machines.len() == 1, "I2: one machine was wanted, these were made: {machines:?}");
 
     // Another template; and what has not half of the new idle time left is renewed.
     life.begin("edit");
-    let edited = json!({ "maxInstances": 2, "preRunnerScript": "true", "lifetimes": { "idle": "1h" } });
+    let edited = json!({ "maxInstances": 2, "preRunnerScript": "true", "lifetimes": lifetimes("1h") });
     let mut warm = edited.clone();
     warm["minIdle"] = json!(1);
     let before = scene.records().await?.first().and_then(|record| record.threshold);
@@ -58,8 +58,9 @@ async fn lead(life: &Life<'_>) -> Result<()> {
     life.until_none::<RunnerClaim>("claims", |_| true).await?;
     scene.settle(&[State::Idle, State::Idle]).await.context("released")?;
 
+    // Long enough for an operator that is killed right after it put the machine in service: the next one finds it.
     life.begin("expire");
-    scene.claim("short", "4712", json!({ "maxRuntime": "1s" })).await?;
+    scene.claim("short", "4712", json!({ "maxRuntime": "20s" })).await?;
     let over = scene.until_claim("short", ClaimPhase::Completed).await?;
     ensure!(over.workers.is_empty(), "I4: it holds nothing any more: {over:?}");
     scene.settle(&[State::Idle]).await.context("expired")?;
@@ -68,6 +69,11 @@ async fn lead(life: &Life<'_>) -> Result<()> {
 
     life.begin("delete");
     scene.take_down().await
+}
+
+/// With them no machine is given up before it serves, however slow it is; `idle` is for those in the pool.
+fn lifetimes(idle: &str) -> Value {
+    json!({ "created": "1h", "claimed": "1h", "idle": idle })
 }
 
 struct Scene<'a> {
@@ -80,7 +86,11 @@ impl<'a> Scene<'a> {
         Self { life, cloud: Cloud::new(&life.stage.aws, &life.namespace) }
     }
 
-    async fn pool(&self, settings: Value) -> Result<()> {
+    async fn pool(&self, mut settings: Value) -> Result<()> {
+        // On a busy machine, and with an operator killed meanwhile, a healthy machine answers late. One that is given
+        // up would be replaced, and every life counts its machines.
+        settings["timeouts"] =
+            json!({ "registration": "30m", "heartbeat": "30m", "validation": "30m", "deregistration": "30m" });
         self.life.apply::<RunnerPool>(self.life.stage.ec2_pool(&self.life.namespace, POOL, settings)).await
     }
 

@@ -12,11 +12,13 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use futures::{StreamExt, future::LocalBoxFuture, stream};
+use k8s_openapi::api::coordination::v1::Lease;
 use kube::{
     Api, Resource,
     api::{DeleteParams, ListParams, Patch, PatchParams},
     core::NamespaceResourceScope,
 };
+use paddock::leader::LEASE as LEASE_NAME;
 use paddock_bed::{
     process::Process,
     stage::{Stage, binary},
@@ -26,8 +28,14 @@ use serde_json::{Value, json};
 
 use crate::gate::{API, Fatal, Gate, Upstream, Write};
 
-/// Longer than anything takes on a slow machine: an orphan is swept after a minute, with as long for the sweep to come.
-const DEADLINE: Duration = Duration::from_secs(240);
+/// Longer than anything takes on a busy machine: an orphan is swept after a minute, with as long for the sweep to come.
+const DEADLINE: Duration = Duration::from_secs(600);
+
+/// The chart's own: a shorter one is lost again and again where many operators share two cores.
+const LEASE: &str = "15s";
+/// After this time nothing that a killed operator sent is still on its way, and its lease is taken away: the next one need
+/// not wait until it has run out.
+const AFTERMATH: Duration = Duration::from_secs(1);
 
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 
@@ -148,7 +156,7 @@ impl<'a> Life<'a> {
             let mut command = Command::new(binary("paddock")?);
             command
                 .args(["run", "--cluster-name", &self.namespace, "--namespace", &self.namespace])
-                .args(["--listen", "127.0.0.1:0", "--github-api-url", &self.github_url, "--lease-duration", "3s"])
+                .args(["--listen", "127.0.0.1:0", "--github-api-url", &self.github_url, "--lease-duration", LEASE])
                 .env("KUBECONFIG", &self.kubeconfig)
                 .env("HOSTNAME", &self.namespace)
                 .envs(self.stage.aws.env())
@@ -158,6 +166,8 @@ impl<'a> Life<'a> {
                 tokio::select! {
                     () = self.gate.killed.notified() => {
                         operator.kill()?;
+                        tokio::time::sleep(AFTERMATH).await;
+                        self.until(async || delete(&self.api::<Lease>(), LEASE_NAME).await).await?;
                         break;
                     }
                     () = tokio::time::sleep(Duration::from_millis(200)) => {}
@@ -188,16 +198,19 @@ impl<'a> Life<'a> {
     {
         let name = object["metadata"]["name"].as_str().context("an object has a name")?.to_owned();
         let params = PatchParams::apply("test").force();
-        self.api::<K>().patch(&name, &params, &Patch::Apply(&object)).await?;
-        Ok(())
+        // A busy API server is asked again.
+        self.until(async || {
+            self.api::<K>().patch(&name, &params, &Patch::Apply(&object)).await?;
+            Ok(())
+        })
+        .await
     }
 
     pub async fn delete<K>(&self, name: &str) -> Result<()>
     where
         K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + DeserializeOwned + std::fmt::Debug,
     {
-        self.api::<K>().delete(name, &DeleteParams::default()).await?;
-        Ok(())
+        self.until(async || delete(&self.api::<K>(), name).await).await
     }
 
     /// Looks again and again until nothing is missed; the last complaint is the error.
@@ -223,5 +236,16 @@ impl<'a> Life<'a> {
             Ok(())
         })
         .await
+    }
+}
+
+/// Deletes by name; what is gone is deleted, perhaps by a request whose answer was lost.
+async fn delete<K>(api: &Api<K>, name: &str) -> Result<()>
+where
+    K: Resource<DynamicType = ()> + Clone + DeserializeOwned + std::fmt::Debug,
+{
+    match api.delete(name, &DeleteParams::default()).await {
+        Err(kube::Error::Api(status)) if status.is_not_found() => Ok(()),
+        outcome => Ok(outcome.map(drop)?),
     }
 }
