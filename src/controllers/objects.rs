@@ -125,3 +125,20 @@ pub fn is_refusal(error: &kube::Error) -> bool {
     let account_is_missing = status.code == 403 && status.message.contains("error looking up service account");
     matches!(status.code, 400 | 403 | 422) && !account_is_missing
 }
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    #[test]
+    fn a_namespace_without_its_service_account_refuses_nothing_for_good() {
+        let answer = |code, message: &str| kube::Error::Api(Status::failure(message, "").with_code(code).boxed());
+        assert!(is_refusal(&answer(403, "pods \"a\" is forbidden: exceeded quota")));
+        assert!(is_refusal(&answer(422, "spec.containers: Required value")));
+        let missing = "pods \"a\" is forbidden: error looking up service account ci/default: serviceaccount \"default\" not found";
+        assert!(!is_refusal(&answer(403, missing)));
+        assert!(!is_refusal(&answer(503, "busy")));
+    }
+}
