@@ -118,12 +118,16 @@ pub async fn delete<K: Object>(api: &Api<K>, name: &str) -> Result<()> {
     }
 }
 
-/// Whether the API server itself said no, and would again; not that it was busy or did not answer. A new namespace
-/// refuses pods until its default service account has been made.
+/// Whether the API server itself said no, and would again; not that it was busy or did not answer.
 pub fn is_refusal(error: &kube::Error) -> bool {
-    let kube::Error::Api(status) = error else { return false };
-    let account_is_missing = status.code == 403 && status.message.contains("error looking up service account");
-    matches!(status.code, 400 | 403 | 422) && !account_is_missing
+    matches!(error, kube::Error::Api(status) if matches!(status.code, 400 | 403 | 422))
+}
+
+/// Whether a pod is refused because its service account is missing, as in a new namespace for a moment. The words are those
+/// of the API server's ServiceAccount admission plugin (plugin/pkg/admission/serviceaccount/admission.go, v1.35.4).
+pub fn lacks_service_account(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status)
+        if status.code == 403 && status.message.contains("error looking up service account"))
 }
 
 #[cfg(test)]
@@ -133,12 +137,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_namespace_without_its_service_account_refuses_nothing_for_good() {
+    fn a_missing_service_account_is_told_from_other_refusals() {
         let answer = |code, message: &str| kube::Error::Api(Status::failure(message, "").with_code(code).boxed());
-        assert!(is_refusal(&answer(403, "pods \"a\" is forbidden: exceeded quota")));
-        assert!(is_refusal(&answer(422, "spec.containers: Required value")));
+        for (code, message) in
+            [(403, "pods \"a\" is forbidden: exceeded quota"), (422, "spec.containers: Required value")]
+        {
+            let refusal = answer(code, message);
+            assert!(is_refusal(&refusal) && !lacks_service_account(&refusal), "{message}");
+        }
         let missing = "pods \"a\" is forbidden: error looking up service account ci/default: serviceaccount \"default\" not found";
-        assert!(!is_refusal(&answer(403, missing)));
-        assert!(!is_refusal(&answer(503, "busy")));
+        assert!(lacks_service_account(&answer(403, missing)));
+        assert!(!is_refusal(&answer(503, "busy")) && !lacks_service_account(&answer(503, missing)));
     }
 }

@@ -19,7 +19,8 @@ use crate::{
 
 /// How long a pod that was just made may take to show in the cache.
 const SHOWING: Duration = Duration::from_secs(1);
-/// How long a worker may hold a slot for a runner that GitHub does not give: others wait for the slot.
+/// How long a worker may hold a slot for a runner that GitHub does not give, or for a service account: others wait for the
+/// slot.
 const PATIENCE: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);
 
 impl Life<'_> {
@@ -67,6 +68,9 @@ impl Life<'_> {
             // It shows in the cache, and then it gets its Secret.
             Ok(_) => Ok(Action::requeue(SHOWING)),
             Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(Action::requeue(SHOWING)),
+            Err(error) if objects::lacks_service_account(&error) && self.is_young(Timestamp::now()) => {
+                Ok(Action::requeue(SHOWING))
+            }
             Err(error) if objects::is_refusal(&error) => {
                 self.fail(failure(FailureReason::PodRefused, &error.to_string())).await
             }
@@ -101,13 +105,21 @@ impl Life<'_> {
     /// owner's other claims wait for better times.
     async fn refused(&self, error: AccountError) -> Result<Action> {
         let now = Timestamp::now();
-        let made = self.worker.metadata.creation_timestamp.as_ref().map_or(now, |time| time.0);
-        let young = now.duration_since(made) < PATIENCE;
-        if young && !error.is_final() && error.retry() <= LOOK_AGAIN {
+        let made = self.made(now);
+        if self.is_young(now) && !error.is_final() && error.retry() <= LOOK_AGAIN {
             return self.wait(ClaimReason::GitHubUnavailable, &error).await;
         }
         self.board.memory.trouble(&self.spec.entity, error.to_string(), made, error.retry(), now);
         self.board.changed.notify_one();
         self.fail(failure(FailureReason::PodRefused, &error.to_string())).await
+    }
+
+    fn made(&self, now: Timestamp) -> Timestamp {
+        self.worker.metadata.creation_timestamp.as_ref().map_or(now, |time| time.0)
+    }
+
+    /// Whether the worker may still wait with its slot.
+    fn is_young(&self, now: Timestamp) -> bool {
+        now.duration_since(self.made(now)) < PATIENCE
     }
 }
