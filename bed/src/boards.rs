@@ -80,7 +80,7 @@ impl Boards {
         nodes.add(board, count, &[(LABEL_BOARD, board)], &[(resource, "1")]).await
     }
 
-    /// Plays the runners of the pods on nodes of this board.
+    /// Plays the runners of the pods on nodes that [`Self::add`] made for this board.
     pub fn play(client: Client, github: Control, board: &str) -> Self {
         let pods: Arc<Mutex<HashMap<String, Seen>>> = Arc::default();
         let task = tokio::spawn(play(client, github, pods.clone(), board.to_owned())).abort_handle();
@@ -114,7 +114,7 @@ async fn play(client: Client, github: Control, pods: Arc<Mutex<HashMap<String, S
                 None => return,
             },
             _ = look.tick() => {
-                for pod in step(&pods, &github) {
+                for pod in step(&pods, &github, &board) {
                     tokio::spawn(succeed(client.clone(), pod));
                 }
             }
@@ -139,10 +139,16 @@ fn see(pods: &Mutex<HashMap<String, Seen>>, pod: Pod) {
 }
 
 /// Plays the runners of pods that have started, and gives the pods whose runner has left.
-fn step(pods: &Mutex<HashMap<String, Seen>>, github: &Control) -> Vec<Arc<Pod>> {
+fn step(pods: &Mutex<HashMap<String, Seen>>, github: &Control, board: &str) -> Vec<Arc<Pod>> {
+    // On a real node of the same board the runner is real.
+    let is_simulated = |node: &str| node.strip_prefix(board).is_some_and(|rest| rest.starts_with('-'));
     let here: HashSet<String> = github.runners().into_iter().map(|runner| runner.name.to_lowercase()).collect();
     let mut left = Vec::new();
-    for (name, seen) in lock(pods).iter_mut().filter(|(_, seen)| seen.phase() == "Running") {
+    let mut pods = lock(pods);
+    for (name, seen) in pods.iter_mut().filter(|(_, seen)| seen.phase() == "Running") {
+        if !seen.node().is_some_and(is_simulated) {
+            continue;
+        }
         match seen.runner {
             Runner::NotYet => {
                 let _ = github.play_runner(name); // one that was removed meanwhile has left

@@ -1,25 +1,25 @@
 //! `make demo`: a claim goes from Pending to Ready before your eyes, on a bed that then stays for you to look around.
 
 use std::{
-    io::{IsTerminal, Write, stdout},
-    net::SocketAddr,
+    io::{IsTerminal, stdout},
+    net::Ipv4Addr,
     process::Stdio,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
-use tokio::{
-    io::{AsyncBufReadExt, BufReader},
-    signal::unix::{SignalKind, signal},
-};
+use tokio::io::{AsyncBufReadExt, BufReader};
 
 use crate::{
     github::JobRequest,
     isolate::{self, Isolated, forward},
     kube::succeeded,
-    process::tool,
-    stage::{ORGANIZATION, Operator, REPOSITORY, Stage, TOOLS},
+    operator::{Additions, Supervisor},
+    process::{Signal, free_port, tool},
+    stage::{ORGANIZATION, REPOSITORY, Stage, TOOLS},
+    terminal,
 };
 
 const NAMESPACE: &str = "demo";
@@ -31,21 +31,17 @@ const DEADLINE: Duration = Duration::from_secs(180);
 pub fn run() -> Result<()> {
     let stay = stdout().is_terminal() && std::env::var_os("CI").is_none_or(|ci| ci.is_empty());
     let isolated = isolate::enter(isolate::Options { tools: TOOLS, listen: 2 })?;
-    tokio::runtime::Runtime::new()?.block_on(async {
-        let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut terminate = signal(SignalKind::terminate())?;
-        tokio::select! {
-            outcome = play(isolated, stay) => outcome,
-            _ = interrupt.recv() => { say("\nended: everything is gone"); Ok(()) }
-            _ = terminate.recv() => Ok(()),
-        }
-    })
+    if terminal::run(play(isolated, stay))? == Some(Signal::SIGINT) {
+        say("\nended: everything is gone");
+    }
+    Ok(())
 }
 
 async fn play(isolated: Isolated, stay: bool) -> Result<()> {
     say("Paddock demo: a cluster, AWS and GitHub of its own, on this machine alone.\n");
-    let stage = step("Kubernetes, DynamoDB, SQS, EC2 and GitHub", Stage::start(&isolated, false)).await?;
-    let operator = step("the operator, with the rights the chart gives it", stage.operator("operator", &[])).await?;
+    let stage = Arc::new(step("Kubernetes, DynamoDB, SQS, EC2 and GitHub", Stage::start(&isolated, false)).await?);
+    let operator = Supervisor::new(stage.clone(), (Ipv4Addr::LOCALHOST, free_port()?).into());
+    step("the operator, with the rights the chart gives it", operator.start(Additions::default())).await?;
     step("a pool that keeps one EC2 machine warm", warm_pool(&stage)).await?;
     show(&stage, "rpools,workers").await?;
 
@@ -69,27 +65,21 @@ async fn play(isolated: Isolated, stay: bool) -> Result<()> {
             let name = ["get", "rclaim", "build", "-n", NAMESPACE, "-o", "jsonpath={.status.workers[0].name}"];
             let worker = succeeded("kubectl get", stage.kube.kubectl(&name).await?)?;
             succeeded("kubectl delete", stage.kube.kubectl(&delete).await?)?;
-            until(&stage, &format!("worker/{worker}"), "{.status.state}=idle").await
+            stage.until(NAMESPACE, &format!("worker/{worker}"), "{.status.state}=idle").await
         })
         .await?;
         show(&stage, "rpools,workers").await?;
         say("\nThe demo has passed.");
         return operator.stop().await;
     }
-    look_around(isolated, stage, operator).await
+    look_around(isolated, &stage, &operator).await
 }
 
 async fn warm_pool(stage: &Stage) -> Result<()> {
     stage.namespace(NAMESPACE).await?;
     let pool = stage.ec2_pool(NAMESPACE, "linux", json!({ "minIdle": 1, "maxInstances": 4 }));
     stage.kube.apply(&pool.to_string()).await?;
-    until(stage, "rpool/linux", "{.status.workers.idle}=1").await
-}
-
-async fn until(stage: &Stage, object: &str, condition: &str) -> Result<()> {
-    let condition = format!("--for=jsonpath={condition}");
-    let wait = ["wait", object, "-n", NAMESPACE, &condition, "--timeout=120s"];
-    succeeded("kubectl wait", stage.kube.kubectl(&wait).await?).map(drop)
+    stage.until(NAMESPACE, "rpool/linux", "{.status.workers.idle}=1").await
 }
 
 /// Shows `kubectl get --watch` until the claim is Ready.
@@ -137,15 +127,14 @@ async fn job(stage: &Stage) -> Result<()> {
 }
 
 /// Lets the user in, and keeps the operator alive as a kubelet would.
-async fn look_around(isolated: Isolated, stage: Stage, mut operator: Operator) -> Result<()> {
+async fn look_around(isolated: Isolated, stage: &Stage, operator: &Supervisor) -> Result<()> {
     let mut doors = isolated.listeners.into_iter();
     let (api, pages) = (doors.next().context("two doors")?, doors.next().context("two doors")?);
     let (api_port, page_port) = (api.local_addr()?.port(), pages.local_addr()?.port());
     let kubeconfig = isolated.shared.join("kubeconfig");
     stage.kube.kubeconfig_for_host(&kubeconfig, api_port)?;
-    let dashboard: SocketAddr = operator.address();
     tokio::spawn(forward(api, (stage.kube.address(), stage.kube.port()).into()));
-    tokio::spawn(forward(pages, dashboard));
+    tokio::spawn(forward(pages, operator.address()));
 
     let kubectl = tool("kubectl")?;
     say("\nLook around, from another terminal:\n");
@@ -157,13 +146,7 @@ async fn look_around(isolated: Isolated, stage: Stage, mut operator: Operator) -
     say("  pkill -9 -f 'paddock run'                      # nothing is lost: it is started again");
     say(&format!("\n  dashboard: http://127.0.0.1:{page_port}/usage"));
     say("\nCtrl-C ends the demo and leaves nothing behind.");
-    loop {
-        tokio::time::sleep(Duration::from_millis(200)).await;
-        if operator.exited() {
-            say("the operator was killed; starting it again");
-            operator = stage.operator_at("operator", dashboard, &[]).await?;
-        }
-    }
+    operator.watch(say).await
 }
 
 async fn show(stage: &Stage, what: &str) -> Result<()> {
@@ -173,29 +156,8 @@ async fn show(stage: &Stage, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// Names what is being done, and tells how long it took.
 async fn step<T>(what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
-    let start = Instant::now();
-    let live = stdout().is_terminal();
-    let mut work = std::pin::pin!(work);
-    let outcome = loop {
-        if live {
-            print!("\r\x1b[K  … {what} ({} s)", start.elapsed().as_secs());
-            let _ = stdout().flush();
-        }
-        tokio::select! {
-            outcome = &mut work => break outcome,
-            () = tokio::time::sleep(Duration::from_secs(1)) => {}
-        }
-    };
-    if live {
-        print!("\r\x1b[K");
-    }
-    match &outcome {
-        Ok(_) => say(&format!("  ✓ {what} ({:.1} s)", start.elapsed().as_secs_f64())),
-        Err(_) => say(&format!("  ✗ {what}")),
-    }
-    outcome
+    terminal::step(stdout(), what, work).await
 }
 
 fn say(text: &str) {

@@ -39,7 +39,7 @@ use nix::{
     },
     unistd::{ForkResult, Pid, dup2_stderr, dup2_stdin, dup2_stdout, fork, getegid, geteuid, setsid},
 };
-use paddock_bed_process::tool;
+use paddock_bed_process::{free_listener, tool};
 
 use cgroups::Cgroups;
 pub use network::{BED_ADDRESS, POD_RANGE, SERVICE_ADDRESS, SERVICE_RANGE};
@@ -62,7 +62,8 @@ pub struct Isolated {
     pub dir: PathBuf,
     /// A directory that the host sees too, for what a user is told to open; removed at the end.
     pub shared: PathBuf,
-    /// Bound to the host's loopback: see [`forward`].
+    /// Bound to the host's loopback: see [`forward`]. `free_port` gives none of their ports in here, so a server of the
+    /// bed may have the same one, and then the same address serves inside and outside.
     pub listeners: Vec<TcpListener>,
     /// Where the bed's own servers are to be found by each other and by pods: [`BED_ADDRESS`], or loopback where no
     /// network namespace could be made.
@@ -95,7 +96,7 @@ pub fn enter(options: Options) -> Result<Isolated> {
         false => bail_string("it needs root, to make cgroups and mounts"),
     };
     let (janitor, alive) = start_janitor(&home, cgroups.as_ref().ok())?;
-    let listeners = (0..options.listen).map(|_| TcpListener::bind(("127.0.0.1", 0))).collect::<Result<_, _>>()?;
+    let listeners = (0..options.listen).map(|_| free_listener()).collect::<Result<_>>()?;
 
     let signals = forwarded_signals();
     let mask_before = signals.thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
@@ -144,7 +145,11 @@ pub async fn forward(listener: TcpListener, target: SocketAddr) -> Result<()> {
     listener.set_nonblocking(true)?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
     loop {
-        let (mut outside, _) = listener.accept().await?;
+        let Ok((mut outside, _)) = listener.accept().await else {
+            // Out of descriptors, for a moment.
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            continue;
+        };
         tokio::spawn(async move {
             if let Ok(mut inside) = tokio::net::TcpStream::connect(target).await {
                 let _ = tokio::io::copy_bidirectional(&mut outside, &mut inside).await;

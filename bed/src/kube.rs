@@ -1,5 +1,6 @@
 //! A real Kubernetes control plane: etcd, API server with RBAC, controller manager and scheduler.
 
+mod chart;
 mod pki;
 
 use std::{
@@ -7,7 +8,7 @@ use std::{
     net::{IpAddr, Ipv4Addr},
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, bail};
@@ -26,6 +27,7 @@ use tokio::{io::AsyncWriteExt, sync::Mutex};
 use crate::{
     isolate::{SERVICE_ADDRESS, SERVICE_RANGE},
     process::{Process, free_port, tool},
+    wait::{Wait, request_failed},
 };
 pub use pki::{Certificate, Identity, Pki};
 
@@ -38,6 +40,7 @@ pub const RELEASE_NAMESPACE: &str = "paddock-system";
 
 /// Generous: machines that run tests are busy ones.
 const DEADLINE: Duration = Duration::from_secs(120);
+const WAIT: Wait = Wait::at_most(DEADLINE).retrying(request_failed);
 
 /// How long a service account's token lives: longer than any bed.
 const TOKEN_SECONDS: i64 = 24 * 3600;
@@ -181,10 +184,8 @@ impl ControlPlane {
     /// Waits until pods can be made in a new namespace: without its default service account they are refused.
     pub async fn until_namespace_is_ready(&self, name: &str) -> Result<()> {
         let accounts: Api<ServiceAccount> = Api::namespaced(self.client(), name);
-        until(&format!("namespace {name} has a default service account"), async || {
-            accounts.get("default").await.is_ok()
-        })
-        .await
+        let what = format!("namespace {name} has a default service account");
+        WAIT.until(&what, async || Ok(accounts.get_opt("default").await?)).await.map(drop)
     }
 
     /// Starts the API server, if it does not run, and waits until it is ready.
@@ -266,31 +267,6 @@ impl ControlPlane {
         self.run("helm", args, "").await
     }
 
-    /// Applies the chart's CRDs, service account and roles without its deployment; `settings` are more `--set` values.
-    /// The answer is the kubeconfig of the operator that the chart would run.
-    pub async fn install_chart_rbac(&self, settings: &[&str]) -> Result<PathBuf> {
-        let chart = concat!(env!("PADDOCK_SOURCE"), "/charts/paddock");
-        let mut args = vec!["template", RELEASE, chart, "--namespace", RELEASE_NAMESPACE, "--set", "clusterName=bed"];
-        args.extend(settings.iter().flat_map(|setting| ["--set", setting]));
-        let rendered = succeeded("helm template", self.helm(&args).await?)?;
-        self.apply(&format!("apiVersion: v1\nkind: Namespace\nmetadata:\n  name: {RELEASE_NAMESPACE}\n")).await?;
-        self.apply(&without_workload(&rendered)).await?;
-        let wait = ["wait", "--for=condition=Established", "--timeout=120s", "crd", "--all"];
-        succeeded("kubectl wait", self.kubectl(&wait).await?)?;
-        let kubeconfig = self.kubeconfig_for_service_account(RELEASE_NAMESPACE, RELEASE).await?;
-        // What is established is served a moment later, and rights take effect a moment after they are written.
-        let operator = client_from(&kubeconfig).await?;
-        for plural in ["runnerpools", "runnerclaims", "workers"] {
-            let list = format!("/apis/paddock.dev/v1alpha1/{plural}?limit=1");
-            let listed = async || {
-                let request = axum::http::Request::get(&list).body(Vec::new()).expect("a constant request");
-                operator.request_text(request).await.is_ok()
-            };
-            until(&format!("the operator may list {plural}"), listed).await?;
-        }
-        Ok(kubeconfig)
-    }
-
     async fn run(&self, name: &str, args: &[&str], input: &str) -> Result<Output> {
         let home = self.dir.join("home");
         fs::create_dir_all(&home)?;
@@ -318,18 +294,6 @@ impl ControlPlane {
         arguments(&mut command);
         Process::spawn(name, command, &self.dir.join("log"))
     }
-}
-
-/// Waits until `probe` says yes.
-async fn until(what: &str, probe: impl AsyncFn() -> bool) -> Result<()> {
-    let start = Instant::now();
-    while !probe().await {
-        if start.elapsed() > DEADLINE {
-            bail!("not within {DEADLINE:?}: {what}");
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    Ok(())
 }
 
 fn audit_policy() -> Value {
@@ -385,39 +349,10 @@ fn start_etcd(dir: &Path, port: u16) -> Result<Process> {
     Process::spawn("etcd", command, &dir.join("log"))
 }
 
-/// The documents of a rendered chart that make the operator's rights, not those that make it run.
-fn without_workload(rendered: &str) -> String {
-    const KINDS: [&str; 8] = [
-        "CustomResourceDefinition",
-        "ServiceAccount",
-        "ClusterRole",
-        "ClusterRoleBinding",
-        "Role",
-        "RoleBinding",
-        "ValidatingAdmissionPolicy",
-        "ValidatingAdmissionPolicyBinding",
-    ];
-    let kind = |document: &str| document.lines().find_map(|line| line.strip_prefix("kind: ").map(str::to_owned));
-    let kept = rendered.split("\n---\n").filter(|text| kind(text).is_some_and(|kind| KINDS.contains(&kind.as_str())));
-    kept.collect::<Vec<_>>().join("\n---\n")
-}
-
 fn config_path(dir: &Path, user: &str) -> PathBuf {
     dir.join(format!("{}.kubeconfig", user.replace(':', "-")))
 }
 
 fn flag(name: &str, path: PathBuf) -> String {
     format!("{name}={}", path.display())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_operators_rights_are_kept_and_its_workload_is_not() {
-        let rendered =
-            "---\n# Source: a\nkind: ServiceAccount\n---\nkind: Deployment\nspec:\n  kind: Role\n---\nkind: Role\n";
-        assert_eq!(without_workload(rendered), "---\n# Source: a\nkind: ServiceAccount\n---\nkind: Role\n");
-    }
 }

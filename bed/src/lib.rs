@@ -11,7 +11,11 @@ pub mod isolate;
 pub mod kube;
 pub mod kwok;
 pub mod node;
+pub mod operator;
+pub mod server;
 pub mod stage;
+pub mod terminal;
+pub mod wait;
 
 pub use paddock_bed_aws as aws;
 pub use paddock_bed_github as github;

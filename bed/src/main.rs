@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use paddock_bed::{bench, demo, github::runner, image::operator_image};
+use paddock_bed::{bench, demo, github::runner, image::operator_image, server};
 
 /// The test bed of Paddock.
 #[derive(Parser)]
@@ -21,6 +21,15 @@ struct Arguments {
 enum Command {
     /// Show a claim going Ready, and stay until Ctrl-C; with CI set or without a terminal, end by itself
     Demo,
+    /// Keep everything running for programs outside, until Ctrl-C or SIGTERM; print the path of the env file when it is ready
+    Serve {
+        /// How many board nodes to simulate, with a slot each
+        #[arg(long, default_value_t = 4)]
+        nodes: usize,
+        /// Start no operator; `POST /operator` of the admin API does
+        #[arg(long)]
+        without_operator: bool,
+    },
     /// Measure, beside what the bed's own parts take for the same
     Bench {
         /// All parts unless some are named
@@ -50,6 +59,9 @@ fn main() -> ExitCode {
         Command::Bench { parts } => bench::run(&parts),
         Command::Demo => demo::run(),
         Command::Image { out, binary, tag } => image(&out, &binary, &tag),
+        Command::Serve { nodes, without_operator } => {
+            server::run(&server::Options { nodes, operator: !without_operator })
+        }
         Command::Runner { arguments } => return runner::main(arguments),
     };
     match outcome {

@@ -3,7 +3,6 @@
 use std::{
     net::{Ipv4Addr, SocketAddr},
     path::{Path, PathBuf},
-    process::Command,
     time::Duration,
 };
 
@@ -15,9 +14,12 @@ use serde_json::{Value, json};
 use crate::{
     aws::{Aws, ServedFile, machines},
     github::{self, GitHub, runner::write_runner_dir},
+    image::runner_image,
     isolate::Isolated,
-    kube::ControlPlane,
-    process::{Process, Signal, free_port},
+    kube::{ControlPlane, succeeded},
+    node::Node,
+    operator::{self, Additions, Operator},
+    process::free_port,
 };
 
 /// The tools that [`Stage::start`] starts.
@@ -33,9 +35,6 @@ pub const TOOLS: &[&str] = &[
     "moto",
 ];
 
-/// Longer than a start takes on a slow machine.
-const DEADLINE: Duration = Duration::from_secs(180);
-
 /// The name of the cluster, as the operator is told it.
 pub const CLUSTER: &str = "bed";
 
@@ -49,6 +48,12 @@ pub const WEBHOOK_SECRET: &str = "It's a PaddockCanary to Everybody";
 /// The Secret with the GitHub App, in every namespace made by [`Stage::namespace`].
 pub const CREDENTIALS: &str = "github-app";
 
+/// The image with the stand-in of GitHub's runner, on nodes made by [`Stage::board_node`].
+pub const RUNNER_IMAGE: &str = "paddock-bed/runner:1";
+
+/// Longer than anything takes on a machine with busy cores.
+const DEADLINE: Duration = Duration::from_secs(300);
+
 pub struct Stage {
     pub kube: ControlPlane,
     pub aws: Aws,
@@ -60,39 +65,52 @@ pub struct Stage {
     operator_kubeconfig: PathBuf,
 }
 
+/// How a stage differs from the usual one.
+#[derive(Default)]
+pub struct Options {
+    /// GitHub's simulator holds everything it is asked and answers against GitHub's own schemas, which the tool
+    /// `github-schemas` brings.
+    pub validate: bool,
+    /// Nothing runs on instances.
+    pub unmanned: bool,
+    /// Ports of AWS and of GitHub; 0 takes free ones.
+    pub aws_port: u16,
+    pub github_port: u16,
+}
+
 impl Stage {
-    /// Starts all parts. With `validate` GitHub's simulator holds everything it is asked and answers against GitHub's
-    /// own schemas, which the tool `github-schemas` brings.
+    /// Starts all parts; see [`Options::validate`].
     pub async fn start(isolated: &Isolated, validate: bool) -> Result<Self> {
-        Self::start_with(isolated, validate, machines::Options::default()).await
+        Self::start_with(isolated, Options { validate, ..Options::default() }).await
     }
 
-    /// Starts all parts, with instances on which nothing runs.
-    pub async fn start_unmanned(isolated: &Isolated) -> Result<Self> {
-        Self::start_with(isolated, false, machines::Options { unmanned: true, ..Default::default() }).await
-    }
-
-    async fn start_with(isolated: &Isolated, validate: bool, options: machines::Options) -> Result<Self> {
+    pub async fn start_with(isolated: &Isolated, options: Options) -> Result<Self> {
         let dir = isolated.dir.clone();
         let kube = async {
             let kube = ControlPlane::start(&dir, isolated.address).await?;
             let kubeconfig = kube.install_chart_rbac(&["devicePlugin.enabled=true"]).await?;
             anyhow::Ok((kube, kubeconfig))
         };
+        let github_port = if options.github_port == 0 { free_port()? } else { options.github_port };
+        let own_network = !isolated.address.is_loopback();
         let github = GitHub::start(github::Options {
-            listen: (isolated.address, 0).into(),
-            validate,
+            // At loopback too, where a forwarder has the same port on the host, so that one address serves both.
+            listen: (if own_network { Ipv4Addr::UNSPECIFIED } else { Ipv4Addr::LOCALHOST }, github_port).into(),
+            url: Some(format!("http://{}:{github_port}", isolated.address)),
+            validate: options.validate,
             // A runner on busy cores is slow to ask for its next job, and not offline.
             offline_after: Duration::from_secs(10),
             ..github::Options::default()
         });
         let aws_dir = dir.join("aws");
-        let ((kube, operator_kubeconfig), aws, github) = tokio::try_join!(kube, Aws::start(&aws_dir), github)?;
+        let ((kube, operator_kubeconfig), aws, github) =
+            tokio::try_join!(kube, Aws::start_at(&aws_dir, options.aws_port), github)?;
 
         let ami = dir.join("ami");
         let runner = binary("paddock-bed-runner")?;
         write_runner_dir(&ami.join("opt/actions-runner"), &[&runner.to_string_lossy()])?;
-        let machines = machines::Machines::start(&aws, machines::Options { ami: Some(ami), ..options })?;
+        let options = machines::Options { ami: Some(ami), unmanned: options.unmanned, ..machines::Options::default() };
+        let machines = machines::Machines::start(&aws, options)?;
         let agent = aws.serve_file(&binary("paddock-agent")?)?;
 
         github.organization(ORGANIZATION);
@@ -140,10 +158,9 @@ impl Stage {
         self.kube.until_namespace_is_ready(name).await
     }
 
-    /// Lets GitHub tell the operator of all that happens in the organisation. An operator that is started anew at another
-    /// address must be told of again.
-    pub fn send_webhooks_to(&self, operator: &Operator) {
-        let url = format!("{}/webhook", operator.url());
+    /// Lets GitHub tell the operator at this address of all that happens in the organisation.
+    pub fn send_webhooks_to(&self, operator: SocketAddr) {
+        let url = format!("http://{operator}/webhook");
         self.github.hook(github::HookSource::App(self.app.id), &url, WEBHOOK_SECRET);
     }
 
@@ -160,14 +177,36 @@ impl Stage {
             "resourceClasses": [{ "name": "medium", "cpu": 2, "memoryMiB": 4096 }],
             "github": { "owner": ORGANIZATION, "credentialsRef": { "name": CREDENTIALS } },
         });
-        if let (Value::Object(ec2), Value::Object(changes)) = (&mut ec2, changes) {
-            ec2.extend(changes);
-        }
-        json!({
-            "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerPool",
-            "metadata": { "name": name, "namespace": namespace },
-            "spec": { "ec2": ec2 },
-        })
+        merge(&mut ec2, changes);
+        pool(namespace, name, json!({ "ec2": ec2 }))
+    }
+
+    /// A pool on nodes with this board, whose image such a node has that [`Self::board_node`] made; `changes` are merged
+    /// into `spec.board`.
+    pub fn board_pool(&self, namespace: &str, name: &str, board: &str, label: &str, changes: Value) -> Value {
+        let mut spec = json!({
+            "board": board, "labels": [[label]], "image": RUNNER_IMAGE,
+            "github": { "credentialsRef": { "name": CREDENTIALS }, "runnerGroup": "Boards" },
+        });
+        merge(&mut spec, changes);
+        pool(namespace, name, json!({ "board": spec }))
+    }
+
+    /// Starts the real node, with the image of the runners' stand-in on it. Only where `Isolated::node_possible` says so.
+    pub async fn board_node(&self, name: &str) -> Result<Node> {
+        let node = Node::start(&self.kube, name, &[]).await?;
+        let archive = self.dir.join("runner.tar");
+        runner_image(RUNNER_IMAGE, &binary("paddock-bed-runner")?, &["jit"])?.write(&archive)?;
+        node.import_image(&archive).await?;
+        Ok(node)
+    }
+
+    /// Waits until a field of an object has a value: `{.status.workers.idle}=1`.
+    pub async fn until(&self, namespace: &str, object: &str, condition: &str) -> Result<()> {
+        let (condition, timeout) =
+            (format!("--for=jsonpath={condition}"), format!("--timeout={}s", DEADLINE.as_secs()));
+        let wait = ["wait", object, "-n", namespace, &condition, &timeout];
+        succeeded("kubectl wait", self.kube.kubectl(&wait).await?).map(drop)
     }
 
     /// A claim on a pool.
@@ -185,96 +224,48 @@ impl Stage {
     }
 
     pub async fn operator_at(&self, name: &str, address: SocketAddr, arguments: &[&str]) -> Result<Operator> {
-        let mut command = Command::new(binary("paddock")?);
+        let mut operator = self.spawn_operator(name, address, &arguments.into())?;
+        operator.until_ready().await?;
+        Ok(operator)
+    }
+
+    /// The same without waiting for it.
+    pub fn spawn_operator(&self, name: &str, address: SocketAddr, additions: &Additions) -> Result<Operator> {
+        let mut command = operator::command()?;
         command
-            .args(["run", "--cluster-name", CLUSTER, "--github-api-url", &self.github.api_url()])
             .args(["--listen", &address.to_string()])
-            .args(arguments)
+            .args(&additions.args)
             .env("KUBECONFIG", &self.operator_kubeconfig)
             .env("HOSTNAME", name)
+            .env("NO_COLOR", "1")
             // Not arguments, so that an argument may say otherwise.
+            .env("PADDOCK_CLUSTER_NAME", CLUSTER)
+            .env("PADDOCK_GITHUB_API_URL", self.github.api_url())
             // Short, so that a killed leader is replaced soon; long enough for an API server on busy cores.
             .env("PADDOCK_LEASE_DURATION", "10s")
             .env("PADDOCK_CAPACITY_MEMORY", "20s")
             .env("PADDOCK_WEBHOOK_SECRET_FILE", self.webhook_secrets())
-            .envs(self.aws.env());
-        Operator::start(name, command, &self.dir.join("operator"), address).await
+            .envs(self.aws.env())
+            .envs(&additions.env);
+        Operator::spawn(name, command, &self.operator_logs(), address)
+    }
+
+    pub fn operator_logs(&self) -> PathBuf {
+        self.dir.join("operator")
     }
 }
 
-/// How the chart has the operator's memory kept.
-pub const MEMORY: [(&str, &str); 3] =
-    [("MALLOC_ARENA_MAX", "1"), ("MALLOC_MMAP_THRESHOLD_", "131072"), ("MALLOC_TRIM_THRESHOLD_", "1048576")];
-
-/// A running `paddock run`; killed when dropped.
-pub struct Operator {
-    process: Process,
-    address: SocketAddr,
+fn pool(namespace: &str, name: &str, spec: Value) -> Value {
+    json!({
+        "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerPool",
+        "metadata": { "name": name, "namespace": namespace },
+        "spec": spec,
+    })
 }
 
-impl Operator {
-    /// Starts `paddock run`, told to listen at `address`, and waits until it answers.
-    pub async fn start(name: &str, mut command: Command, log_dir: &Path, address: SocketAddr) -> Result<Self> {
-        command.envs(MEMORY);
-        let mut operator = Self { process: Process::spawn(name, command, log_dir)?, address };
-        let url = format!("{}/readyz", operator.url());
-        let ready = async || reqwest::get(&url).await.is_ok_and(|answer| answer.status().is_success());
-        operator.process.until_ready(DEADLINE, ready).await?;
-        Ok(operator)
-    }
-
-    /// The memory that it holds, in KiB: all of it, and what is not mapped from its program file.
-    pub fn memory(&self) -> Result<(u64, u64)> {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.pid()))?;
-        let field = |name: &str| {
-            let line = status.lines().find_map(|line| line.strip_prefix(name));
-            let kib = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
-            kib.with_context(|| format!("no {name} among\n{status}"))
-        };
-        Ok((field("VmRSS:")?, field("RssAnon:")?))
-    }
-
-    /// The time that it has had a core for.
-    pub fn cpu(&self) -> Result<Duration> {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.process.pid()))?;
-        // After the name, which may hold anything, in hundredths of a second: of the program, and of the kernel for it.
-        let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).take(2);
-        let ticks = fields.map(str::parse::<u64>).sum::<Result<u64, _>>()?;
-        Ok(Duration::from_millis(10 * ticks))
-    }
-
-    /// Where its pages are.
-    pub fn url(&self) -> String {
-        format!("http://{}", self.address)
-    }
-
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
-    pub fn exited(&mut self) -> bool {
-        self.process.exited().is_some()
-    }
-
-    pub fn log(&self) -> String {
-        self.process.log_tail(usize::MAX)
-    }
-
-    pub fn signal(&self, signal: Signal) -> Result<()> {
-        self.process.signal(signal)
-    }
-
-    /// `kill -9`.
-    pub fn kill(mut self) -> Result<()> {
-        self.process.kill().map(drop)
-    }
-
-    /// Asks it to end, which it must do in order.
-    pub async fn stop(self) -> Result<()> {
-        let log = self.process.log().to_owned();
-        let status = self.process.stop().await?;
-        ensure!(status.success(), "the operator ended with {status}; its log is\n{}", std::fs::read_to_string(log)?);
-        Ok(())
+fn merge(object: &mut Value, changes: Value) {
+    if let (Value::Object(object), Value::Object(changes)) = (object, changes) {
+        object.extend(changes);
     }
 }
 

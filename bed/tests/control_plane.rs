@@ -18,12 +18,13 @@ use paddock_bed::{
     isolate::{self, Isolated, Options},
     kube::{ControlPlane, TOOLS, client_from, succeeded},
     kwok::{self, SimulatedNodes},
+    wait::Wait,
 };
 use serde_json::json;
 use tokio::runtime::Runtime;
 
 /// Longer than anything takes on a busy machine.
-const DEADLINE: Duration = Duration::from_secs(120);
+const WAIT: Wait = Wait::at_most(Duration::from_secs(120)).every(Duration::from_millis(100));
 
 struct Bed {
     plane: ControlPlane,
@@ -94,18 +95,6 @@ async fn account(bed: &Bed, name: &str) -> Result<Client> {
     client_from(&bed.plane.kubeconfig_for_service_account("default", name).await?).await
 }
 
-/// Looks again and again until nothing is missed; the last complaint is the error.
-async fn until<T>(mut look: impl AsyncFnMut() -> Result<T>) -> Result<T> {
-    let start = Instant::now();
-    loop {
-        match look().await {
-            Ok(found) => return Ok(found),
-            Err(missed) if start.elapsed() > DEADLINE => return Err(missed),
-            Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
-        }
-    }
-}
-
 fn code<T>(answer: Result<T, Error>) -> Result<u16> {
     match answer {
         Ok(_) => Ok(200),
@@ -123,10 +112,10 @@ async fn an_unbound_service_account_is_denied(bed: &Bed) -> Result<()> {
 async fn a_bound_service_account_is_allowed_that_and_no_more(bed: &Bed) -> Result<()> {
     let client = account(bed, "reader").await?;
     let maps: Api<ConfigMap> = Api::namespaced(client.clone(), "default");
-    // The API server hears of a new role a moment later.
-    until(async || {
+    // The API server learns of a new role a moment later.
+    WAIT.until_ok("the account may list ConfigMaps", async || {
         let code = code(maps.list(&ListParams::default()).await)?;
-        ensure!(code == 200, "it is answered with {code}");
+        ensure!(code == 200, "the answer is {code}");
         Ok(())
     })
     .await?;
@@ -146,8 +135,8 @@ async fn a_request_without_credentials_is_refused(bed: &Bed) -> Result<()> {
 
 async fn the_service_has_the_address_that_pods_are_told(bed: &Bed) -> Result<()> {
     let services: Api<Service> = Api::default_namespaced(bed.plane.client());
-    // The API server makes it by itself, when it is ready or a moment later.
-    let service = until(async || Ok(services.get("kubernetes").await?)).await?;
+    // The API server creates it when it is ready, or a moment later.
+    let service = WAIT.until_ok("the service exists", async || Ok(services.get("kubernetes").await?)).await?;
     let address = service.spec.and_then(|spec| spec.cluster_ip);
     ensure!(address == Some(isolate::SERVICE_ADDRESS.to_string()), "{address:?}");
     if !bed.plane.address().is_loopback() {
@@ -175,8 +164,8 @@ async fn the_operator_has_the_rights_of_the_chart_and_no_more(bed: &Bed) -> Resu
         ensure!(String::from_utf8_lossy(&output.stdout).trim() == answer, "{verb} {what}: {output:?}");
         anyhow::Ok(())
     };
-    // The API server hears of a new role, and kubectl of a new kind, a moment later.
-    until(async || answered("list", "runnerclaims", "yes").await).await?;
+    // The API server learns of a new role, and kubectl of a new kind, a moment later.
+    WAIT.until_ok("the operator may list claims", async || answered("list", "runnerclaims", "yes").await).await?;
     answered("list", "secrets", "no").await?;
     answered("delete", "nodes", "no").await
 }
@@ -194,7 +183,7 @@ async fn pods_run_on_simulated_nodes_as_far_as_their_slots_go(bed: &Bed) -> Resu
         let pod = serde_json::from_value(json!({ "metadata": { "name": format!("pod-{i}") }, "spec": spec }))?;
         pods.create(&PostParams::default(), &pod).await?;
     }
-    until(async || {
+    WAIT.until_ok("six pods run and one waits", async || {
         let phases = pods.list(&ListParams::default()).await?.items.into_iter();
         let phases: Vec<_> = phases.filter_map(|pod| pod.status?.phase).collect();
         let count = |phase| phases.iter().filter(|other| *other == phase).count();
@@ -209,12 +198,12 @@ async fn an_api_server_that_restarts_has_forgotten_nothing(bed: &Bed) -> Result<
     bed.plane.restart_apiserver().await?;
     let namespaces: Api<Namespace> = Api::all(bed.plane.client());
     // A connection to the API server as it was may be tried first; what it does not know is an answer.
-    let code = until(async || {
+    let look = async || {
         let code = code(namespaces.get("remembered").await)?;
-        ensure!(code == 200 || code == 404, "it is answered with {code}");
+        ensure!(code == 200 || code == 404, "the answer is {code}");
         Ok(code)
-    })
-    .await?;
-    ensure!(code == 200, "it is forgotten");
+    };
+    let code = WAIT.until_ok("the API server answers", look).await?;
+    ensure!(code == 200, "the namespace is forgotten");
     Ok(())
 }

@@ -2,6 +2,8 @@
 //!
 //! Run with the argument `inside`, this program is the bed that the tests watch from the host.
 
+mod processes;
+
 use std::{
     collections::BTreeMap,
     fs,
@@ -25,6 +27,7 @@ use paddock_bed::{
     node::{self, Node},
     process::spawn,
 };
+use processes::{pids, processes, started, stat};
 use serde::{Deserialize, Serialize};
 use tokio::{
     runtime::Runtime,
@@ -139,8 +142,7 @@ impl Bed {
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
         let report = serde_json::from_str(&line).unwrap();
         let parent = child.id().to_string();
-        let numbers = processes().filter_map(|process| process.file_name()?.to_str()?.parse::<u32>().ok());
-        let children = numbers.filter(|pid| stat(*pid).is_some_and(|stat| stat[1] == parent));
+        let children = pids().filter(|pid| stat(*pid).is_some_and(|stat| stat[1] == parent));
         let helpers: BTreeMap<_, _> = children.filter_map(|pid| Some((pid, started(pid)?))).collect();
         assert_eq!(helpers.len(), 2, "init and the janitor: {helpers:?}");
         Self { child, report, helpers }
@@ -195,23 +197,6 @@ fn this_program(arguments: &[&str]) -> Command {
     let mut program = Command::new(std::env::current_exe().unwrap());
     program.args(arguments);
     program
-}
-
-fn processes() -> impl Iterator<Item = PathBuf> {
-    let numeric = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().parse::<u32>().is_ok();
-    fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path()).filter(numeric)
-}
-
-/// What the kernel says of a process after its name, from its state on.
-fn stat(pid: u32) -> Option<Vec<String>> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let (_, fields) = stat.rsplit_once(')')?;
-    Some(fields.split_whitespace().map(str::to_owned).collect())
-}
-
-/// When a process was started, in ticks since the machine was; nothing for one that has ended, reaped or not.
-fn started(pid: u32) -> Option<String> {
-    stat(pid).filter(|stat| stat[0] != "Z" && stat[0] != "X")?.into_iter().nth(19)
 }
 
 fn find_cgroups(dir: &Path, name: &str) -> Vec<String> {

@@ -21,12 +21,14 @@ use paddock_bed::{
     isolate::{self, Isolated, Options},
     kube::{ControlPlane, TOOLS, client_with},
     node::{self, Node},
+    wait::{Look, Wait},
 };
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
 /// Longer than anything takes on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(240);
+const PAUSE: Duration = Duration::from_millis(100);
 const IMAGE: &str = "paddock-bed/test:1";
 
 struct Bed {
@@ -100,24 +102,24 @@ async fn run(bed: &Bed, name: &str, script: &str, extra: Value) -> Result<(Strin
     let pods: Api<Pod> = Api::default_namespaced(bed.plane.client());
     let pod = serde_json::from_value(json!({ "metadata": { "name": name }, "spec": spec }))?;
     pods.create(&PostParams::default(), &pod).await?;
-    let start = Instant::now();
-    loop {
-        let status = pods.get(name).await?.status.unwrap_or_default();
-        let containers = status.container_statuses.clone().unwrap_or_default();
-        let ended = containers.first().and_then(|container| container.state.clone()?.terminated);
-        let mut why = String::new();
-        if let Some(ended) = ended {
-            match pods.logs(name, &LogParams::default()).await {
-                Ok(log) => return Ok((log, ended.exit_code)),
-                // A busy kubelet is asked again.
-                Err(error) => why = format!(", or has no log ({error})"),
-            }
-        }
-        if start.elapsed() > DEADLINE {
+    let ended = async || {
+        let containers = pods.get(name).await?.status.and_then(|status| status.container_statuses);
+        let container = containers.as_deref().and_then(<[_]>::first).and_then(|container| container.state.clone());
+        let Some(ended) = container.and_then(|state| state.terminated) else {
+            return Ok(Look::NotYet("its container has not ended".into()));
+        };
+        Ok(match pods.logs(name, &LogParams::default()).await {
+            Ok(log) => Look::Found((log, ended.exit_code)),
+            // A busy kubelet is asked again.
+            Err(error) => Look::NotYet(format!("no log ({error})")),
+        })
+    };
+    match Wait::at_most(DEADLINE).every(PAUSE).until(&format!("{name} ends"), ended).await {
+        Ok(found) => Ok(found),
+        Err(error) => {
             let events = bed.plane.kubectl(&["describe", "pod", name]).await?;
-            bail!("{name} did not end{why}: {}", String::from_utf8_lossy(&events.stdout));
+            bail!("{error:#}: {}", String::from_utf8_lossy(&events.stdout))
         }
-        tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 

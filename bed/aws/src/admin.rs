@@ -4,14 +4,12 @@ use std::sync::Arc;
 
 use axum::{
     Json, Router,
-    body::Body,
     extract::{Path, State},
     http::StatusCode,
     response::{IntoResponse, Response},
     routing::{delete, get, post},
 };
 use serde_json::{Value, json};
-use tokio_util::io::ReaderStream;
 
 use crate::{
     capacity::Limit,
@@ -88,10 +86,6 @@ async fn shutdown(State(front): Bed, Path(id): Path<String>) -> Response {
 }
 
 async fn file(State(front): Bed, Path((digest, name)): Path<(String, String)>) -> Response {
-    let path = front.files.lock().unwrap().get(&format!("{digest}/{name}")).cloned();
-    let Some(path) = path else { return StatusCode::NOT_FOUND.into_response() };
-    match tokio::fs::File::open(&path).await {
-        Ok(file) => Body::from_stream(ReaderStream::new(file)).into_response(),
-        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{}: {error}", path.display())).into_response(),
-    }
+    let content = front.files.lock().unwrap().get(&format!("{digest}/{name}")).cloned();
+    content.map_or_else(|| StatusCode::NOT_FOUND.into_response(), IntoResponse::into_response)
 }

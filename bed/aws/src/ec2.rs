@@ -64,14 +64,16 @@ pub async fn terminate(front: &Front, ids: &[&str]) -> Outcome<()> {
     end(front, form, InstanceState::Terminated).await.map(drop)
 }
 
+pub async fn stop(front: &Front, id: &str) -> Outcome<()> {
+    let form = Form::action("StopInstances").with("InstanceId.1", id);
+    end(front, form, InstanceState::Stopped).await.map(drop)
+}
+
 /// What happens when the machine itself shuts down: its launch said whether that stops or terminates it.
 pub async fn shut_down(front: &Front, instance: &Instance) -> Outcome<()> {
     match instance.shutdown {
         Shutdown::Terminate => terminate(front, &[&instance.id]).await,
-        Shutdown::Stop => {
-            let form = Form::action("StopInstances").with("InstanceId.1", &instance.id);
-            end(front, form, InstanceState::Stopped).await.map(drop)
-        }
+        Shutdown::Stop => stop(front, &instance.id).await,
     }
 }
 

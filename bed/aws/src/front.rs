@@ -85,8 +85,9 @@ pub struct Front {
     pub instances: Instances,
     pub records: Records,
     pub fleets: Fleets,
-    /// Files to be fetched, by the path they are served at.
-    pub files: Mutex<HashMap<String, PathBuf>>,
+    /// Files that machines download, by the path they are served at. In memory: a hundred machines boot at a time, and a
+    /// stream from disk costs an unoptimised build a second of a core for each.
+    pub files: Mutex<HashMap<String, Bytes>>,
     /// moto is not safe under threads: one call at a time.
     pub moto: tokio::sync::Mutex<()>,
 }

@@ -28,7 +28,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail};
-use paddock_bed_process::tool;
+use paddock_bed_process::{emulator::Emulator, tool};
 use roxmltree::Document;
 use sha2::{Digest, Sha256};
 use tokio::{
@@ -44,7 +44,6 @@ pub use crate::{
 };
 use crate::{
     catalogue::Catalogue,
-    emulators::Emulator,
     faults::{Fault, Rule},
     form::Form,
     front::{Failure, Front, Outcome, Upstream},
@@ -81,10 +80,15 @@ pub struct ServedFile {
 impl Aws {
     /// Starts everything with its files and logs below `dir`.
     pub async fn start(dir: &Path) -> Result<Self> {
+        Self::start_at(dir, 0).await
+    }
+
+    /// The same with the endpoint at this port of loopback; 0 takes a free one.
+    pub async fn start_at(dir: &Path, port: u16) -> Result<Self> {
         std::fs::create_dir_all(dir)?;
         let dir = dir.canonicalize()?;
         let runtime = OwnRuntime::new()?;
-        let aws = runtime.handle().spawn(prepare(dir)).await.context("the start of the AWS bed panicked")??;
+        let aws = runtime.handle().spawn(prepare(dir, port)).await.context("the start of the AWS bed panicked")??;
         Ok(Self { runtime, ..aws })
     }
 
@@ -194,18 +198,24 @@ impl Aws {
         self.run(async move { ec2::terminate(&front, &[&id]).await }).await
     }
 
+    /// Stops an instance as its owner would at the console, unseen by the counters and the faults.
+    pub async fn stop(&self, id: &str) -> Result<()> {
+        let (front, id) = (self.front.clone(), id.to_owned());
+        self.run(async move { ec2::stop(&front, &id).await }).await
+    }
+
     /// Makes a file available to machines by HTTP.
     pub fn serve_file(&self, path: &Path) -> Result<ServedFile> {
         let shown = path.display();
         let content = std::fs::read(path).with_context(|| format!("cannot serve {shown}"))?;
-        let sha256 = Sha256::digest(content).iter().fold(String::new(), |mut hex, byte| {
+        let sha256 = Sha256::digest(&content).iter().fold(String::new(), |mut hex, byte| {
             let _ = write!(hex, "{byte:02x}");
             hex
         });
         let Some(name) = path.file_name().and_then(|name| name.to_str()) else { bail!("{shown} has no plain name") };
         let key = format!("{sha256}/{name}");
         let url = format!("{}/_files/{key}", self.endpoint);
-        self.front.files.lock().unwrap().insert(key, path.to_owned());
+        self.front.files.lock().unwrap().insert(key, content.into());
         Ok(ServedFile { url, sha256 })
     }
 
@@ -236,14 +246,14 @@ impl Drop for OwnRuntime {
     }
 }
 
-async fn prepare(dir: PathBuf) -> Result<Aws> {
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
+async fn prepare(dir: PathBuf, port: u16) -> Result<Aws> {
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     let port = listener.local_addr()?.port();
     let http = reqwest::Client::builder().no_proxy().timeout(CALL_DEADLINE);
     let http = http.pool_idle_timeout(CONNECTION_IDLE).build()?;
     let catalogue = tokio::task::spawn_blocking(|| Catalogue::of_moto(&tool("moto")?));
     let (dynamodb, sqs, moto) = tokio::try_join!(
-        emulators::dynamodb(&dir, &http),
+        Emulator::dynamodb(&dir, &http),
         emulators::sqs(&dir, &http, port),
         emulators::ec2(&dir, &http),
     )?;

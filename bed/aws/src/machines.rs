@@ -21,6 +21,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use jiff::Timestamp;
 use nix::unistd::{Pid, geteuid};
 use paddock_bed_process::{Process, Signal, write_program};
+use serde::Serialize;
 use tokio::{
     runtime::Handle,
     task::{AbortHandle, spawn_blocking},
@@ -56,7 +57,8 @@ pub struct Options {
     pub env: Vec<(String, String)>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum MachineState {
     /// Its boot failed: the instance runs, nothing runs on it.
     Dead,
@@ -77,6 +79,8 @@ struct Park {
     dir: PathBuf,
     options: Options,
     failing_boots: AtomicU32,
+    /// Additions to the environment of machines that boot from now on.
+    env: Mutex<Vec<(String, String)>>,
     /// `None` once the simulator has ended, so that no late boot comes after.
     machines: Mutex<Option<BTreeMap<String, Machine>>>,
 }
@@ -106,6 +110,7 @@ impl Machines {
             endpoint: aws.endpoint.clone(),
             dir,
             failing_boots: options.failing_boots.into(),
+            env: Mutex::new(options.env.clone()),
             options,
             machines: Mutex::new(Some(BTreeMap::new())),
         });
@@ -128,6 +133,11 @@ impl Machines {
     /// The next `count` machines never get to their user data.
     pub fn fail_next_boots(&self, count: u32) {
         self.park.failing_boots.store(count, Ordering::Release);
+    }
+
+    /// Machines that boot from now on have these additions to their environment, instead of earlier ones.
+    pub fn set_env(&self, env: Vec<(String, String)>) {
+        *self.park.env.lock().unwrap() = env;
     }
 
     /// Announces in the metadata that EC2 takes the instance away, and does so after `notice` (two minutes, in life).
@@ -163,9 +173,12 @@ impl Machines {
         })
     }
 
-    /// What the user data and all it started printed, and after the end of the instance also what was in its `/var/log`.
+    /// What the user data and all it started printed, and what is, or at the end of the instance was, in its `/var/log`.
     pub fn log(&self, id: &str) -> String {
-        fs::read(self.park.log(id)).map(|text| String::from_utf8_lossy(&text).into_owned()).unwrap_or_default()
+        // First what a machine that ends at this moment takes away: twice is better than not at all.
+        let live = files_of(&self.root(id).join("var/log")).unwrap_or_default();
+        let kept = fs::read(self.park.log(id)).unwrap_or_default();
+        String::from_utf8_lossy(&[kept, live].concat()).into_owned()
     }
 
     /// The directory that the machine sees as `$PADDOCK_ROOT`.
@@ -196,13 +209,18 @@ impl Drop for Machine {
 
 impl Machine {
     fn keep_logs(&self) -> Result<()> {
-        let Ok(logs) = fs::read_dir(self.dir.join("root/var/log")) else { return Ok(()) };
-        for file in logs {
-            let text = fs::read(file?.path())?;
-            fs::File::options().create(true).append(true).open(&self.log)?.write_all(&text)?;
+        let logs = files_of(&self.dir.join("root/var/log"))?;
+        if !logs.is_empty() {
+            fs::File::options().create(true).append(true).open(&self.log)?.write_all(&logs)?;
         }
         Ok(())
     }
+}
+
+/// The contents of a directory's files; nothing where there is no directory.
+fn files_of(dir: &Path) -> Result<Vec<u8>> {
+    let Ok(files) = fs::read_dir(dir) else { return Ok(Vec::new()) };
+    files.map(|file| Ok(fs::read(file?.path())?)).collect::<Result<Vec<_>>>().map(|texts| texts.concat())
 }
 
 impl Park {
@@ -277,7 +295,7 @@ impl Park {
         command.env("PATH", format!("{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", bin.display()));
         command.env("HOME", &root).env("TMPDIR", dir.join("tmp")).env("LANG", "C.UTF-8").env("PADDOCK_ROOT", &root);
         command.env("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata).env("AWS_ENDPOINT_URL", &self.endpoint);
-        command.envs(self.options.env.iter().cloned());
+        command.envs(self.env.lock().unwrap().iter().cloned());
         Ok(Some(command))
     }
 

@@ -5,7 +5,10 @@ use std::{sync::Arc, time::Duration};
 use axum::{
     body::{Body, to_bytes},
     extract::{MatchedPath, Request, State},
-    http::{HeaderValue, Method, StatusCode},
+    http::{
+        HeaderValue, Method, StatusCode,
+        header::{CONTENT_LENGTH, HOST, LINK},
+    },
     middleware::Next,
     response::{IntoResponse, Response},
 };
@@ -122,6 +125,34 @@ fn rate_headers(hub: &Hub, account: &str, answer: &mut Response) {
     headers.insert("x-ratelimit-reset", HeaderValue::from(window.reset.as_second()));
     headers.insert("x-ratelimit-resource", HeaderValue::from_static("core"));
     headers.insert("x-github-media-type", HeaderValue::from_static("github.v3; format=json"));
+}
+
+/// Links lead back to the address that the client called, where it is not the simulator's own: behind a forwarder the
+/// latter may not be reachable.
+pub async fn links(State(hub): State<Arc<Hub>>, request: Request, next: Next) -> Response {
+    let called = request.headers().get(HOST).and_then(|host| host.to_str().ok()).map(|host| format!("http://{host}"));
+    let own = hub.read(|world, _| world.html.clone());
+    let answer = next.run(request).await;
+    match called {
+        Some(called) if called != own => relink(answer, &own, &called).await,
+        _ => answer,
+    }
+}
+
+async fn relink(answer: Response, own: &str, called: &str) -> Response {
+    let (mut parts, body) = answer.into_parts();
+    let link =
+        parts.headers.get(LINK).and_then(|link| HeaderValue::from_str(&link.to_str().ok()?.replace(own, called)).ok());
+    if let Some(link) = link {
+        parts.headers.insert(LINK, link);
+    }
+    let body = to_bytes(body, usize::MAX).await.expect("the simulator's own bodies are whole");
+    let body = match std::str::from_utf8(&body) {
+        Ok(text) => Body::from(text.replace(own, called)),
+        Err(_) => Body::from(body),
+    };
+    parts.headers.remove(CONTENT_LENGTH);
+    Response::from_parts(parts, body)
 }
 
 /// Counts a request as being served for as long as it is, slow and hung ones too.

@@ -3,6 +3,9 @@
 //! A [`Process`] dies with the program that started it, however that ends: the kernel kills it when the spawning
 //! thread does, so all are spawned from one thread that lives as long as the program.
 
+pub mod emulator;
+pub mod wait;
+
 use std::{
     collections::HashMap,
     fs::{self, File},
@@ -35,6 +38,8 @@ pub struct Process {
     name: String,
     child: Child,
     log: PathBuf,
+    /// Where its own part of the log begins: an earlier process of the name may have written to it.
+    log_start: usize,
 }
 
 impl Process {
@@ -45,8 +50,9 @@ impl Process {
         let out = File::options().create(true).append(true).open(&log)?;
         command.stdin(Stdio::null()).stdout(out.try_clone()?).stderr(out);
         let program = command.get_program().to_owned();
+        let log_start = usize::try_from(fs::metadata(&log)?.len())?;
         let child = spawn(command).with_context(|| format!("cannot start {name} ({})", program.display()))?;
-        Ok(Self { name: name.to_owned(), child, log })
+        Ok(Self { name: name.to_owned(), child, log, log_start })
     }
 
     pub fn pid(&self) -> u32 {
@@ -59,8 +65,12 @@ impl Process {
 
     /// The last lines of the log, for error messages.
     pub fn log_tail(&self, lines: usize) -> String {
+        self.log_from(0, lines)
+    }
+
+    fn log_from(&self, start: usize, lines: usize) -> String {
         let text = fs::read(&self.log).unwrap_or_default();
-        let text = String::from_utf8_lossy(&text);
+        let text = String::from_utf8_lossy(text.get(start..).unwrap_or_default());
         let all: Vec<_> = text.lines().collect();
         all[all.len().saturating_sub(lines)..].join("\n")
     }
@@ -85,13 +95,15 @@ impl Process {
             let ready = probe().await;
             // What answers after its end is another program, at the same port.
             if let Some(status) = self.exited() {
-                bail!("{} ended with {status} before it was ready:\n{}", self.name, self.log_tail(20));
+                let said = self.log_from(self.log_start, 20);
+                bail!("{} ended with {status} before it was ready:\n{said}", self.name);
             }
             if ready {
                 return Ok(());
             }
             if start.elapsed() > deadline {
-                bail!("{} was not ready after {deadline:?}:\n{}", self.name, self.log_tail(20));
+                let said = self.log_from(self.log_start, 20);
+                bail!("{} was not ready after {deadline:?}:\n{said}", self.name);
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
@@ -146,9 +158,8 @@ pub fn spawn(mut command: Command) -> io::Result<Child> {
     result.recv().map_err(io::Error::other)?
 }
 
-/// Writes a program that can be run at once. Another process does the writing: were it this one, a thread that happens
-/// to fork meanwhile would pass on the open file, and until its child has become another program nobody could run this
-/// one ("Text file busy").
+/// Writes a program that can be run at once. Another process writes it: a child that this one forks meanwhile would inherit
+/// the open file, and until the child has called exec the program could not be run ("Text file busy").
 pub fn write_program(path: &Path, text: impl AsRef<[u8]>) -> io::Result<()> {
     let mut install = Command::new("install");
     install.args(["--mode=755", "/dev/stdin"]).arg(path).stdin(Stdio::piped());
@@ -174,14 +185,19 @@ const FREE_PORTS: std::ops::Range<u32> = 15_000..30_000;
 
 /// A TCP port on loopback that is free and that this program has not given before.
 pub fn free_port() -> Result<u16> {
+    Ok(free_listener()?.local_addr()?.port())
+}
+
+/// The same with the port taken already.
+pub fn free_listener() -> Result<TcpListener> {
     // Programs that share a network begin at different ports.
     static NEXT: OnceLock<AtomicU32> = OnceLock::new();
     let next = NEXT.get_or_init(|| AtomicU32::new(std::process::id().wrapping_mul(97)));
     for _ in FREE_PORTS {
         let offset = next.fetch_add(1, Ordering::Relaxed) % (FREE_PORTS.end - FREE_PORTS.start);
         let port = u16::try_from(FREE_PORTS.start + offset)?;
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return Ok(port);
+        if let Ok(listener) = TcpListener::bind(("127.0.0.1", port)) {
+            return Ok(listener);
         }
     }
     bail!("no port of {FREE_PORTS:?} is free")
@@ -239,9 +255,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut command = Command::new("sh");
         command.args(["-c", "echo no such luck; exit 3"]);
+        fs::write(dir.path().join("luckless.log"), "from an earlier one\n").unwrap();
         let mut process = Process::spawn("luckless", command, dir.path()).unwrap();
         let error = process.until_ready(Duration::from_secs(60), async || false).await.unwrap_err().to_string();
-        assert!(error.contains("luckless ended with exit status: 3") && error.contains("no such luck"), "{error}");
+        assert_eq!(error, "luckless ended with exit status: 3 before it was ready:\nno such luck");
     }
 
     #[tokio::test]

@@ -28,8 +28,8 @@ use crate::{
     isolate::Isolated,
     kube::ControlPlane,
     kwok::SimulatedNodes,
+    operator::{self, Operator},
     process::free_port,
-    stage::{Operator, binary},
 };
 
 const NAMESPACE: &str = "bench";
@@ -112,9 +112,9 @@ impl Bench {
         let url = github.api_url();
         let start = move || {
             let address = (Ipv4Addr::LOCALHOST, free_port()?).into();
-            let mut command = Command::new(binary("paddock")?);
+            let mut command = operator::command()?;
             command
-                .args(["run", "--cluster-name", "bench", "--github-api-url", &url, "--listen", &format!("{address}")])
+                .args(["--cluster-name", "bench", "--github-api-url", &url, "--listen", &format!("{address}")])
                 // The bed's own programs share the machine: a busy API server must not end the operator.
                 .args(["--lease-duration", "60s"])
                 .arg("--webhook-secret-file")

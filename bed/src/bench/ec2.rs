@@ -22,7 +22,7 @@ use super::{
 use crate::{
     aws::{Calls, Service},
     isolate::Isolated,
-    stage::{CLUSTER, Stage},
+    stage::{CLUSTER, Options, Stage},
 };
 
 const NAMESPACE: &str = "bench";
@@ -60,7 +60,7 @@ async fn measure(isolated: &Isolated, report: &mut Report) -> Result<()> {
     let began = Instant::now();
     let say = |what: &str| eprintln!("{:4.0} s  {what}", began.elapsed().as_secs_f64());
     say("starting the bed …");
-    let stage = Stage::start_unmanned(isolated).await?;
+    let stage = Stage::start_with(isolated, Options { unmanned: true, ..Options::default() }).await?;
     let table = table_name(CLUSTER);
     let agents = Agents::start(&stage.aws, dynamodb(stage.aws.dynamodb_url()), table.clone());
     let operator = stage.operator("operator", &["--lease-duration", "15s"]).await?;

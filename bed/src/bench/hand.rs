@@ -1,7 +1,7 @@
 //! What anybody must do who claims machines on this bed, and nothing else: the baseline of every figure.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     time::{Duration, Instant},
 };
 
@@ -12,16 +12,20 @@ use aws_sdk_dynamodb::{
     types::{AttributeValue, KeysAndAttributes},
 };
 use futures::future::try_join_all;
-use jiff::Timestamp;
-use paddock_record::{Signal, State, WorkerSignal, attribute as a, entity, key, stamp};
+use jiff::{SignedDuration, Timestamp};
+use paddock_record::{ClaimRef, Instance, PublicKey, Signal, Transition, WorkerSignal, entity, key, transition};
 
-use super::agents::Agents;
+use super::agents::{Agent, Agents};
 
 /// How often it looks for the agents' signals.
 const LOOK: Duration = Duration::from_millis(10);
 const DEADLINE: Duration = Duration::from_secs(60);
 /// What DynamoDB takes in one call.
 const READS: usize = 100;
+/// Longer than the benchmark takes: no time is up while it measures.
+const LIFETIME: SignedDuration = SignedDuration::from_hours(2);
+
+type Item = HashMap<String, AttributeValue>;
 
 /// A DynamoDB client, as the operator's.
 pub fn dynamodb(url: &str) -> Client {
@@ -40,51 +44,95 @@ pub struct Hand {
 }
 
 impl Hand {
-    /// One conditional write for each machine, a wait for its agent, and another conditional write.
+    /// One conditional write for each machine, a wait for its agent, and another conditional write. The writes are the
+    /// operator's own, each in a call of its own.
     pub async fn claim(&self, agents: &Agents, ids: &[String], run_id: &str) -> Result<Duration> {
-        let seal = |id: &String| agents.look(|agents| agents.get(id).map(|agent| agent.public.seal("token")));
-        let sealed = ids.iter().map(|id| seal(id).with_context(|| format!("{id} has an agent")));
-        let sealed = sealed.collect::<Result<Vec<_>>>()?;
+        let free = self.free(agents, ids).await?;
+        let claim = ClaimRef { name: run_id, uid: run_id, run: run_id };
+        let (now, threshold) = times();
+        let claimed = free.iter().map(|seen| {
+            let sealed = public_key(agents, seen)?.seal("token");
+            transition::claim(seen, claim, Some(sealed), threshold, now).context("it is free")
+        });
+        let claimed = claimed.collect::<Result<Vec<_>>>()?;
         let start = Instant::now();
-        let writes = ids.iter().zip(sealed).map(|(id, sealed)| self.write(id, State::Claimed, run_id, sealed));
-        try_join_all(writes).await?;
+        try_join_all(claimed.iter().map(|claimed| self.write(claimed))).await?;
         let mut silent: HashSet<_> = ids.iter().cloned().collect();
         while !silent.is_empty() {
             ensure!(start.elapsed() < DEADLINE, "{} agents did not answer", silent.len());
             let asked: Vec<_> = silent.iter().cloned().collect();
-            for said in try_join_all(asked.chunks(READS).map(|ids| self.signals(ids))).await?.into_iter().flatten() {
+            for item in self.read(entity::SIGNAL, &asked).await? {
+                let said = WorkerSignal::from_item(&item)?;
                 if said.signal == Signal::Registered && said.run_id == run_id {
                     silent.remove(&said.instance_id);
                 }
             }
             tokio::time::sleep(LOOK).await;
         }
-        try_join_all(ids.iter().map(|id| self.write(id, State::Running, run_id, String::new()))).await?;
+        let (now, threshold) = times();
+        let started = claimed.iter().map(|claimed| transition::start(claimed.next(), threshold, now));
+        let started = started.collect::<Option<Vec<_>>>().context("they have a run")?;
+        try_join_all(started.iter().map(|started| self.write(started))).await?;
         Ok(start.elapsed())
     }
 
-    async fn write(&self, id: &str, state: State, run_id: &str, sealed: String) -> Result<()> {
-        let now = stamp(Timestamp::now());
-        let text = |text: &str| AttributeValue::S(text.to_owned());
-        let update = self.client.update_item().table_name(&self.table).set_key(Some(key(entity::INSTANCE, id)));
-        let names =
-            [("#s", a::STATE), ("#r", a::RUN_ID), ("#x", a::SEALED), ("#u", a::UPDATED_AT), ("#t", a::THRESHOLD)];
-        let update =
-            names.into_iter().fold(update, |update, (alias, name)| update.expression_attribute_names(alias, name));
-        let values = [(":s", state.as_str()), (":r", run_id), (":x", &sealed), (":now", &now)];
-        let update = values
-            .into_iter()
-            .fold(update, |update, (alias, value)| update.expression_attribute_values(alias, text(value)));
-        let update = update.update_expression("SET #s = :s, #r = :r, #x = :x, #u = :now");
-        update.condition_expression("#t > :now").send().await?;
+    /// Gives machines back that an earlier round, or the operator, left running, and waits until their agents have seen
+    /// it. None of this is measured.
+    async fn free(&self, agents: &Agents, ids: &[String]) -> Result<Vec<Instance>> {
+        let stored = self.read(entity::INSTANCE, ids).await?;
+        let stored = stored.iter().map(Instance::from_item).collect::<Result<Vec<_>, _>>()?;
+        let (now, threshold) = times();
+        let freed = stored.into_iter().map(async |seen| {
+            let sealed = public_key(agents, &seen)?.seal("token");
+            let Some(released) = transition::release(&seen, Some(sealed), threshold, now) else { return Ok(seen) };
+            let pooled = transition::pool(released.next()).context("it leaves its run")?;
+            self.write(&released).await?;
+            self.write(&pooled).await?;
+            anyhow::Ok(pooled.next().clone())
+        });
+        let freed = try_join_all(freed).await?;
+        let start = Instant::now();
+        while !agents.look(|agents| ids.iter().all(|id| agents.get(id).is_some_and(Agent::is_free))) {
+            ensure!(start.elapsed() < DEADLINE, "the agents did not see that their machines are free");
+            tokio::time::sleep(LOOK).await;
+        }
+        Ok(freed)
+    }
+
+    async fn write(&self, transition: &Transition) -> Result<()> {
+        let write = transition.expression(Timestamp::now());
+        let update = self
+            .client
+            .update_item()
+            .table_name(&self.table)
+            .set_key(Some(write.key))
+            .update_expression(write.update)
+            .condition_expression(write.condition)
+            .set_expression_attribute_names(Some(write.names))
+            .set_expression_attribute_values(Some(write.values));
+        update.send().await?;
         Ok(())
     }
 
-    async fn signals(&self, ids: &[String]) -> Result<Vec<WorkerSignal>> {
-        let keys = ids.iter().map(|id| key(entity::SIGNAL, id)).collect();
-        let wanted = KeysAndAttributes::builder().set_keys(Some(keys)).consistent_read(true).build()?;
-        let answer = self.client.batch_get_item().request_items(&self.table, wanted).send().await?;
-        let items = answer.responses.unwrap_or_default().remove(&self.table).unwrap_or_default();
-        Ok(items.iter().map(WorkerSignal::from_item).collect::<Result<_, _>>()?)
+    async fn read(&self, entity: &str, ids: &[String]) -> Result<Vec<Item>> {
+        let reads = ids.chunks(READS).map(async |ids| {
+            let keys = ids.iter().map(|id| key(entity, id)).collect();
+            let wanted = KeysAndAttributes::builder().set_keys(Some(keys)).consistent_read(true).build()?;
+            let answer = self.client.batch_get_item().request_items(&self.table, wanted).send().await?;
+            anyhow::Ok(answer.responses.unwrap_or_default().remove(&self.table).unwrap_or_default())
+        });
+        Ok(try_join_all(reads).await?.into_iter().flatten().collect())
     }
+}
+
+/// Now, and the threshold of a change that is made now.
+fn times() -> (Timestamp, Timestamp) {
+    let now = Timestamp::now();
+    (now, now + LIFETIME)
+}
+
+fn public_key(agents: &Agents, instance: &Instance) -> Result<PublicKey> {
+    let id = &instance.instance_id;
+    let key = agents.look(|agents| agents.get(id).map(|agent| agent.public.clone()));
+    key.with_context(|| format!("{id} has an agent"))
 }

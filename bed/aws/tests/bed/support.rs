@@ -6,12 +6,13 @@ use std::{
     path::Path,
     process::{Command, Stdio},
     sync::{Arc, Mutex},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use aws_config::{BehaviorVersion, Region, SdkConfig, retry::RetryConfig, timeout::TimeoutConfig};
 use aws_sdk_dynamodb::{config::Credentials, config::SharedCredentialsProvider};
 use paddock_bed_aws::Aws;
+use paddock_bed_process::wait::Wait;
 use roxmltree::Document;
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
@@ -82,12 +83,6 @@ pub fn texts(xml: &str, name: &str) -> Vec<String> {
 
 /// Asks until the answer is there.
 pub async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, mut ask: impl FnMut() -> F) -> T {
-    let start = Instant::now();
-    loop {
-        if let Some(answer) = ask().await {
-            return answer;
-        }
-        assert!(start.elapsed() < DEADLINE, "waited in vain: {what}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    let found = Wait::at_most(DEADLINE).until(what, async || Ok(ask().await)).await;
+    found.unwrap_or_else(|error| panic!("{error:#}"))
 }

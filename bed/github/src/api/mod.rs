@@ -213,6 +213,7 @@ pub fn router(hub: &Arc<Hub>) -> Router<Arc<Hub>> {
     router
         .fallback(unknown)
         .layer(from_fn_with_state(Arc::clone(hub), gate::api))
+        .layer(from_fn_with_state(Arc::clone(hub), gate::links))
         .layer(from_fn_with_state(Arc::clone(hub), gate::faults))
         .layer(from_fn_with_state(Arc::clone(hub), gate::in_flight))
 }

@@ -1,9 +1,14 @@
 //! Jobs, runs, and who takes what.
 
-use std::{collections::HashSet, time::Duration};
+use std::{
+    collections::HashSet,
+    net::{Ipv4Addr, SocketAddr},
+    time::Duration,
+};
 
 use axum::http::Method;
-use paddock_bed_github::{Conclusion, JobRequest, Options, Status};
+use paddock_bed_github::{Conclusion, GitHub, JobRequest, Options, Status};
+use paddock_bed_process::free_port;
 use serde_json::json;
 
 use crate::bed::{Bed, DEADLINE};
@@ -157,4 +162,24 @@ async fn a_lost_runner_stays_busy_until_github_gives_its_job_up() {
     assert_eq!(bed.github.job(job.id).unwrap().conclusion, Some(Conclusion::Failure));
     assert!(bed.github.runner("r1").is_none());
     bed.finish().await;
+}
+
+/// Behind a forwarder the simulator's own address may not be reachable.
+#[tokio::test]
+async fn links_lead_back_to_the_address_that_was_called() {
+    let listen = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port().unwrap()));
+    let options = Options { listen, url: Some("http://own.invalid".into()), ..Options::default() };
+    let github = GitHub::start(options).await.unwrap();
+    github.organization("acme");
+    github.repository("acme", "app", true).unwrap();
+    for _ in 0..2 {
+        github.queue_job(JobRequest { owner: "acme".into(), repo: "app".into(), ..JobRequest::default() }).unwrap();
+    }
+    let runs = format!("http://{listen}/api/v3/repos/acme/app/actions/runs");
+    let page = reqwest::Client::new().get(format!("{runs}?per_page=1")).bearer_auth(github.personal_token(&["acme"]));
+    let page = page.send().await.unwrap();
+    let link = page.headers()["link"].to_str().unwrap().to_owned();
+    assert!(link.starts_with(&format!("<{runs}?")), "{link}");
+    let body = page.text().await.unwrap();
+    assert!(body.contains(&runs) && !body.contains("own.invalid"), "{body}");
 }

@@ -1,0 +1,48 @@
+//! What a program of the bed shows its user, and how the user ends it.
+
+use std::{
+    io::{IsTerminal, Write},
+    time::{Duration, Instant},
+};
+
+use anyhow::Result;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::process::Signal;
+
+/// Runs `work` to its end, or until Ctrl-C or SIGTERM: then it is dropped with all that it started, and the answer is the
+/// signal.
+pub fn run(work: impl Future<Output = Result<()>>) -> Result<Option<Signal>> {
+    tokio::runtime::Runtime::new()?.block_on(async {
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut terminate = signal(SignalKind::terminate())?;
+        tokio::select! {
+            outcome = work => outcome.map(|()| None),
+            _ = interrupt.recv() => Ok(Some(Signal::SIGINT)),
+            _ = terminate.recv() => Ok(Some(Signal::SIGTERM)),
+        }
+    })
+}
+
+/// Names what is being done, and tells how long it took.
+pub async fn step<T>(mut out: impl Write + IsTerminal, what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
+    let start = Instant::now();
+    let live = out.is_terminal();
+    let mut work = std::pin::pin!(work);
+    let outcome = loop {
+        if live {
+            let _ = write!(out, "\r\x1b[K  … {what} ({} s)", start.elapsed().as_secs());
+            let _ = out.flush();
+        }
+        tokio::select! {
+            outcome = &mut work => break outcome,
+            () = tokio::time::sleep(Duration::from_secs(1)) => {}
+        }
+    };
+    let wipe = if live { "\r\x1b[K" } else { "" };
+    let _ = match &outcome {
+        Ok(_) => writeln!(out, "{wipe}  ✓ {what} ({:.1} s)", start.elapsed().as_secs_f64()),
+        Err(_) => writeln!(out, "{wipe}  ✗ {what}"),
+    };
+    outcome
+}
