@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Repeats tests, to find those that fail now and then.
 #   [BUSY=N] hack/repeat.sh TIMES [TEST…]
-# TEST is a suite (`e2e`), a part of one (`e2e::board::lost_jit_config_is_replaced`; part of a name will do), or `make`
-# for the whole of `make test`. Without one: every suite that uses the bed.
+# TEST is a suite (`e2e`), a part of one (`e2e::boards::claim::lost_jit_config_is_replaced`; part of a name will do), or
+# `make` for the whole of `make test`. Without one: every suite that uses the bed.
 # The last BUSY of the runs (default: 0) have every core busy with other work.
 #
 # Results are kept per commit, and apart for a tree with uncommitted changes: a repetition that was interrupted goes on
@@ -15,7 +15,7 @@ export PADDOCK_CACHE=$cache CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$cache/target}
 [[ ${1:-} =~ ^[1-9][0-9]*$ ]] || die "how many times? hack/repeat.sh TIMES [TEST…]"
 times=$1 busy=${BUSY:-0}; shift
 [[ $busy =~ ^[0-9]+$ && $busy -le $times ]] || die "BUSY is the number of runs on busy cores, at most $times"
-[ $# -gt 0 ] || set -- isolation control_plane node bed github machine kubelet api chart install crash e2e
+[ $# -gt 0 ] || set -- isolation control_plane node server bed github machine kubelet api chart install crash e2e
 
 key=$(git rev-parse --short=12 HEAD)
 changes=$(git diff HEAD; git ls-files --others --exclude-standard -z | xargs -0 -r sha256sum)
