@@ -7,8 +7,12 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 IMAGE ?= paddock:$(VERSION)
 IMAGE_TAR ?= $(CARGO_TARGET_DIR)/paddock-$(VERSION).tar
 
-# What the demo and the benchmarks start.
+# What the demo, the bed and the benchmarks start.
 BED_TOOLS := kube-apiserver kube-controller-manager kube-scheduler kubectl etcd helm dynamodb elasticmq moto
+
+# Options of `make bed`: simulated board nodes, and whether an operator runs.
+NODES ?= 4
+OPERATOR ?= 1
 
 # Always the whole workspace: a part of it would enable other features of shared crates and compile them again.
 BUILD := build --workspace --bins
@@ -17,7 +21,7 @@ BIN := $(CARGO_TARGET_DIR)/debug
 DENY_VERSION := 0.20.2
 DENY := $(PADDOCK_CACHE)/tools/cargo-deny-$(DENY_VERSION)/bin/cargo-deny
 
-.PHONY: help demo test generate lint bench image clean
+.PHONY: help demo bed test generate lint bench image clean
 .DEFAULT_GOAL := help
 
 help: ## Say what there is
@@ -28,10 +32,18 @@ demo: ## Show a claim going Ready on a real cluster of your own; Ctrl-C ends it 
 	@hack/prepare.sh $(BED_TOOLS) -- $(BUILD)
 	@$(BIN)/paddock-bed demo
 
+# As root the kubelet is built here, beside the rest; where containerd cannot be fetched the bed goes without them.
+bed: ## Keep all of it running for kubectl, curl or a script, until Ctrl-C or SIGTERM (NODES=300, OPERATOR=0); prints an env file
+	@hack/prerequisites.sh
+	@hack/prepare.sh $(BED_TOOLS) kwok $(if $(filter 0,$(shell id -u)),kubelet) -- $(BUILD)
+	@exec $(BIN)/paddock-bed serve --nodes $(NODES) $(if $(filter 0,$(OPERATOR)),--without-operator)
+
 test: ## Run all tests, those against real Kubernetes and emulated AWS and GitHub among them
 	@hack/prerequisites.sh
 	@cargo fmt --all --check
+	@hack/check-docs.sh
 	@hack/prepare.sh all -- $(BUILD) --tests
+	@cargo clippy --quiet --package paddock-core -- -D warnings # no clock and no I/O in decisions
 	@cargo test --workspace --no-fail-fast
 
 generate: ## Write the generated files: CRDs, their copies in the chart, the reference

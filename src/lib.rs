@@ -1,17 +1,14 @@
-//! Paddock: GitHub Actions runners for Kubernetes.
+//! Paddock's operator: GitHub Actions runners for Kubernetes.
 //!
-//! The layers, each importing only those before it: [`api`] (the CRDs), [`plan`] (decisions: no I/O, time passed in),
-//! [`effects`] (AWS, GitHub, Kubernetes: one adapter each), [`controllers`] (wiring), [`web`]. `tests/layers.rs`
-//! enforces it; `docs/architecture.md` shows the flow.
+//! The crates, each using only those before it: `paddock-record` (what operator and machines write for each other),
+//! `paddock-core` (API and decisions), `paddock-effects` (AWS, GitHub, Kubernetes), and this one: [`controllers`] and
+//! [`webhook`] gather facts, ask `core`, and act through `effects`; [`web`] shows. See `docs/architecture.md`.
 
-pub mod api;
 pub mod controllers;
-pub mod effects;
-pub mod leader;
-pub mod metrics;
-pub mod plan;
 pub mod run;
 pub mod settings;
-pub mod stores;
 pub mod telemetry;
 pub mod web;
+pub mod webhook;
+
+pub use paddock_core::api;

@@ -3,30 +3,24 @@
 use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result, bail};
-use kube::{Client, Config, client::ClientBuilder};
+use kube::{Client, Config};
+use paddock_effects::{
+    fence::Fence,
+    kube::{client, leader::Election, stores::Stores},
+    metrics::Metrics,
+};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use tower::limit::ConcurrencyLimitLayer;
 
 use crate::{
-    controllers::{self, Context, intake::Intake},
-    effects::fence::Fence,
-    leader::Election,
-    metrics::Metrics,
+    controllers::{self, Shared, ec2::Ec2Context},
     settings::Settings,
-    stores::Stores,
     web,
+    webhook::{intake::Intake, receiver::Hooks},
 };
 
 /// How long running reconciliations may go on after a signal; Kubernetes kills a pod after 30 s.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(20);
-
-/// How long the API server may take to answer a controller.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Requests to the API server at a time, of webhooks and of controllers: every one has a connection, which takes memory on
-/// both sides for a while, and more at once are not answered sooner.
-const HOOK_REQUESTS: usize = 32;
-const REQUESTS: usize = 64;
 /// How long open connections may go on after that.
 const SERVER_GRACE: Duration = Duration::from_secs(2);
 
@@ -62,13 +56,8 @@ async fn operate(settings: Settings) -> Result<()> {
     let namespace = config.default_namespace.clone();
     let client = Client::try_from(config.clone())?;
     let fence = Fence::default();
-    // It watches nothing, so no answer takes long; a reconciliation must not hang on one that never comes.
-    let mut config = config;
-    config.read_timeout = Some(WRITE_TIMEOUT);
-    let few = ConcurrencyLimitLayer::new;
-    let hooks_client = ClientBuilder::try_from(config.clone())?.with_layer(&few(HOOK_REQUESTS)).build();
-    // The fence comes last: a request that waited its turn is asked for when it is sent.
-    let fenced = ClientBuilder::try_from(config)?.with_layer(&fence).with_layer(&few(REQUESTS)).build();
+    let webhook_client = client::webhook(config.clone())?;
+    let leader_client = client::leader(config, &fence)?;
 
     let stop = CancellationToken::new();
     tokio::spawn(stop_on_signal(stop.clone())?);
@@ -78,8 +67,8 @@ async fn operate(settings: Settings) -> Result<()> {
         .await
         .with_context(|| format!("cannot listen on {}; choose another address with --listen", settings.listen))?;
     tracing::info!(address = %listener.local_addr()?, version = env!("CARGO_PKG_VERSION"), "serving");
-    let intake = Intake::start(hooks_client, stores.clone());
-    let hooks = web::Hooks::new(settings.webhook_secret_file.clone(), intake.clone(), metrics.clone());
+    let intake = Intake::start(webhook_client, stores.clone());
+    let hooks = Hooks::new(settings.webhook_secret_file.clone(), intake.clone(), metrics.clone());
     let pages = web::router(stores.clone(), metrics.clone(), hooks);
     let server =
         axum::serve(listener, pages.into_make_service()).with_graceful_shutdown(stop.clone().cancelled_owned());
@@ -91,11 +80,12 @@ async fn operate(settings: Settings) -> Result<()> {
     }
     let election =
         Election { client, namespace, identity: identity(), duration: settings.lease_duration, fence: fence.clone() };
-    let context = Arc::new(Context::new(settings, fenced, &fence, stores, metrics.clone(), intake).await);
+    let shared = Arc::new(Shared::new(settings, leader_client, &fence, stores, metrics.clone()));
+    let ec2 = Arc::new(Ec2Context::new(shared, &fence).await);
     let (begin, begun) = tokio::sync::oneshot::channel();
     let elected = || {
         metrics.leading.set(1.0);
-        let _ = begin.send(tokio::spawn(controllers::run(context, stop.clone())));
+        let _ = begin.send(tokio::spawn(controllers::run(ec2, intake, stop.clone())));
     };
     // The lease is held until the work has ended: nothing of it is refused by our own fence.
     let retire = CancellationToken::new();

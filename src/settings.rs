@@ -86,7 +86,7 @@ fn http_url(text: &str) -> Result<String, String> {
 }
 
 fn duration(text: &str) -> Result<Duration, String> {
-    text.parse::<crate::api::Duration>().map(Into::into)
+    text.parse::<paddock_core::api::Duration>().map(Into::into)
 }
 
 fn lease(text: &str) -> Result<Duration, String> {

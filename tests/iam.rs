@@ -121,17 +121,17 @@ fn assert_exact(policy: &str, dir: &str, implied: &[&str]) {
 
 #[test]
 fn the_operator_may_do_exactly_what_it_calls() {
-    assert_exact("docs/iam/operator.json", "src", &OF_CREATE_FLEET);
+    assert_exact("docs/iam/operator.json", "crates/effects/src", &OF_CREATE_FLEET);
 }
 
 #[test]
 fn an_instance_may_do_exactly_what_its_agent_calls() {
-    assert_exact("docs/iam/instance.json", "agent/src", &[]);
+    assert_exact("docs/iam/instance.json", "crates/agent/src", &[]);
 }
 
 #[test]
 fn an_error_names_the_call_that_was_refused() {
-    for (name, text) in sources("src/effects").into_iter().filter(|(_, text)| service(text).is_some()) {
+    for (name, text) in sources("crates/effects/src").into_iter().filter(|(_, text)| service(text).is_some()) {
         let named = text.split("word(\"").skip(1).filter_map(|rest| rest.split_once('"'));
         let named: BTreeSet<_> = named.map(|(call, _)| call.to_owned()).collect();
         assert_eq!(named, calls(&text), "{name}");

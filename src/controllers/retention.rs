@@ -7,10 +7,11 @@ use kube::{
     ResourceExt,
     api::{DeleteParams, Preconditions},
 };
+use paddock_core::{api::RunnerClaim, retention::is_outdated};
+use paddock_effects::kube::objects;
 use tokio_util::sync::CancellationToken;
 
-use super::{Context, objects};
-use crate::{api::RunnerClaim, plan::retention::is_outdated};
+use super::{Shared, every};
 
 /// How often claims are gone through, unless they stay for less than ten times that.
 const PERIOD: Duration = Duration::from_secs(60);
@@ -20,29 +21,27 @@ pub fn period(retention: Duration) -> Duration {
     PERIOD.min(retention / 10).max(Duration::from_secs(1))
 }
 
-pub async fn run(context: Arc<Context>, stop: CancellationToken) {
-    let retention = context.settings.retention;
+pub async fn run(shared: Arc<Shared>, stop: CancellationToken) {
+    let retention = shared.settings.retention;
     let period = period(retention);
     let retention = SignedDuration::try_from(retention).unwrap_or(SignedDuration::MAX);
-    loop {
-        tokio::select! {
-            () = stop.cancelled() => return,
-            () = tokio::time::sleep(period) => {}
-        }
+    every("retention", period, shared.metrics.clone(), stop, || async {
         let now = Timestamp::now();
-        for claim in context.stores.claims.store.state_filter(|claim| is_outdated(claim, retention, now)) {
-            if let Err(error) = delete(&context, &claim).await {
-                tracing::warn!(claim = claim.name_any(), %error, "a finished claim could not be deleted");
+        for claim in shared.stores.claims.store.state_filter(|claim| is_outdated(claim, retention, now)) {
+            if let Err(error) = delete(&shared, &claim).await {
+                tracing::warn!(claim = claim.name_any(), %error, "finished claim not deleted");
             }
         }
-    }
+        Ok(())
+    })
+    .await;
 }
 
 /// Deletes the very claim that was seen: one of the same name that was applied since is another.
-async fn delete(context: &Context, claim: &RunnerClaim) -> kube::Result<()> {
+async fn delete(shared: &Shared, claim: &RunnerClaim) -> kube::Result<()> {
     let seen = Preconditions { uid: claim.uid(), resource_version: claim.resource_version() };
     let parameters = DeleteParams { preconditions: Some(seen), ..DeleteParams::default() };
-    match objects::api(&context.client, claim).delete(&claim.name_any(), &parameters).await {
+    match objects::api(&shared.client, claim).delete(&claim.name_any(), &parameters).await {
         Ok(_) => Ok(()),
         Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(()),
         Err(error) => Err(error),

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::lock;
+use paddock_effects::lock;
 
 /// How long showing waits at most.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -3,8 +3,6 @@
 mod html;
 mod paging;
 mod rows;
-mod secrets;
-mod webhook;
 
 use std::sync::Arc;
 
@@ -16,11 +14,12 @@ use axum::{
     routing::{get, post},
 };
 use jiff::Timestamp;
+use paddock_effects::{kube::stores::Stores, metrics::Metrics};
 use serde::Serialize;
 
 use self::paging::{Query, Window};
-pub use self::webhook::Hooks;
-use crate::{metrics::Metrics, stores::Stores};
+
+use crate::webhook::receiver::{self, Hooks};
 
 #[derive(Clone)]
 struct Pages {
@@ -43,7 +42,7 @@ pub fn router(stores: Stores, metrics: Metrics, hooks: Hooks) -> Router {
         .route("/workers", get(workers))
         .route("/workers.json", get(workers_json))
         .with_state(Pages { stores, metrics })
-        .merge(Router::new().route("/webhook", post(webhook::receive)).with_state(Arc::new(hooks)))
+        .merge(Router::new().route("/webhook", post(receiver::receive)).with_state(Arc::new(hooks)))
 }
 
 /// Ready once every cache has been filled: then pages tell the truth and a lease may be taken.

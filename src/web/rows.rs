@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 
 use jiff::Timestamp;
 use kube::ResourceExt;
+use paddock_core::api::{ClaimPhase, Failure, READY, RunnerClaim, RunnerPool, Worker, WorkerCounts};
 use serde::Serialize;
-
-use crate::api::{ClaimPhase, Failure, READY, RunnerClaim, RunnerPool, Worker, WorkerCounts};
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]

@@ -19,7 +19,7 @@ pub fn tests() -> Vec<Trial> {
 fn is_current(path: &str, text: &str) -> Result<(), Failed> {
     match fs::read_to_string(root().join(path)) {
         Ok(current) if current == text => Ok(()),
-        Ok(_) => Err(format!("{path} is not what src/api makes of it: run `make generate`").into()),
+        Ok(_) => Err(format!("{path} is not what crates/core/src/api makes of it: run `make generate`").into()),
         Err(error) => Err(format!("{path}: {error}: run `make generate`").into()),
     }
 }

@@ -11,8 +11,8 @@ use kube::{
 };
 use libtest_mimic::Trial;
 use paddock::api::{
-    self, ClaimPhase, ClaimReason, ClaimWorker, ContainerEnd, Failure, FailureReason, FleetOrder, Heartbeat,
-    HeartbeatState, Instance, LaunchTemplate, PodEvent, PodPlace, PoolKind, PoolReason, Queue, Runner, RunnerClaim,
+    self, ClaimPhase, ClaimReason, ClaimWorker, ContainerEnd, Failure, FailureReason, Heartbeat, HeartbeatState,
+    InstanceInfo, LaunchOrder, LaunchTemplate, PodEvent, PodPlace, PoolKind, PoolReason, Queue, Runner, RunnerClaim,
     RunnerClaimStatus, RunnerPool, RunnerPoolStatus, Slots, UsageClass, Worker, WorkerCounts, WorkerSource,
     WorkerState, WorkerStatus,
 };
@@ -134,7 +134,7 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
         completed: 7,
         failed: 8,
     };
-    let fleet = FleetOrder {
+    let fleet = LaunchOrder {
         client_token: "t".repeat(64),
         attempt: 1,
         requested: 2,
@@ -210,7 +210,7 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
         ..Default::default()
     };
     worker.set_pod(PodPlace { name: "pod".into(), node: Some("node".into()) });
-    worker.set_instance(Instance {
+    worker.set_instance(InstanceInfo {
         id: "i-01234567".into(),
         type_: "c7i.large".into(),
         usage_class: UsageClass::OnDemand,

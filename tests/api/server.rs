@@ -5,7 +5,7 @@ use std::{
     net::Ipv4Addr,
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, ensure};
@@ -16,7 +16,7 @@ use kube::{
         params::{ListParams, Patch, PatchParams, PostParams, ValidationDirective},
     },
 };
-use paddock_bed::{kube::ControlPlane, process::tool};
+use paddock_bed::{kube::ControlPlane, process::tool, wait::Wait};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -50,11 +50,8 @@ impl Server {
         ensure!(out.lines().count() == 3, "three CRDs should be applied: {out}");
         let wait = server.kubectl(&["wait", "--for=condition=Established", "crd", "--all", "--timeout=120s"], "")?;
         ensure!(wait.status.success(), "{}", String::from_utf8_lossy(&wait.stderr));
-        let start = Instant::now();
-        while let Err(missed) = server.serves_all().await {
-            ensure!(start.elapsed() < DEADLINE, "the API server does not serve the CRDs: {missed:#}");
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+        let wait = Wait::at_most(DEADLINE).every(Duration::from_millis(100));
+        wait.until_ok("the API server serves the CRDs", async || server.serves_all().await).await?;
         Ok(server)
     }
 

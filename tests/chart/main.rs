@@ -10,8 +10,8 @@ use std::{
     sync::OnceLock,
 };
 
-use paddock::plan::entity::EntityLimits;
-use paddock_bed::stage::MEMORY;
+use paddock_bed::operator::MEMORY;
+use paddock_core::demand::quota::EntityLimits;
 use serde_json::{Value, json};
 
 const CHART: &str = concat!(env!("PADDOCK_SOURCE"), "/charts/paddock");

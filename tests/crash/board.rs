@@ -16,13 +16,13 @@ use paddock_bed::{
 };
 use serde_json::json;
 
-use crate::life::{Life, Tale};
+use crate::life::{Life, Scenario};
 
 const BOARD: &str = "test-board";
 const NODE: &str = "board-1";
 const IMAGE: &str = "paddock-bed/runner:1";
 
-pub const TALE: Tale = Tale { name: "board", at_once: 4, lead: |life| lead(life).boxed_local() };
+pub const SCENARIO: Scenario = Scenario { name: "board", parallel: 4, play: |life| play(life).boxed_local() };
 
 /// The node that all lives share; it ends when it is dropped.
 pub async fn start_node(stage: &Stage) -> Result<Node> {
@@ -38,12 +38,13 @@ async fn prepare(life: &Life<'_>, label: &str) -> Result<()> {
     let resource = format!("paddock.test/{namespace}");
     let capacity = json!({ "status": { "capacity": { &resource: "1" } } });
     let nodes: Api<KubeNode> = Api::all(life.stage.kube.client());
-    life.until(async || Ok(nodes.patch_status(NODE, &PatchParams::default(), &Patch::Merge(&capacity)).await?)).await?;
+    let advertise = async || Ok(nodes.patch_status(NODE, &PatchParams::default(), &Patch::Merge(&capacity)).await?);
+    life.until("the node has a slot", advertise).await?;
     let pool = json!({
         "apiVersion": "paddock.dev/v1alpha1", "kind": "RunnerPool", "metadata": {"name": "riscv"},
         "spec": {"board": {
             "board": BOARD, "labels": [[label]], "image": IMAGE, "resourceName": resource,
-            // A busy machine is slow, and nothing here is to be given up: there is one worker in every life.
+            // Busy cores are slow, and the worker must not be replaced: every life has exactly one.
             "timeouts": {"registration": "1h", "podPending": "1h", "idle": "1h"},
             "github": {"credentialsRef": {"name": CREDENTIALS}, "runnerGroup": namespace},
         }},
@@ -60,7 +61,7 @@ async fn prepare(life: &Life<'_>, label: &str) -> Result<()> {
     life.apply::<RunnerClaim>(claim).await
 }
 
-async fn lead(life: &Life<'_>) -> Result<()> {
+async fn play(life: &Life<'_>) -> Result<()> {
     let label = format!("rv-{}", life.namespace);
     life.begin("serve");
     prepare(life, &label).await?;
@@ -73,13 +74,13 @@ async fn lead(life: &Life<'_>) -> Result<()> {
         ..JobRequest::default()
     };
     let job = github.queue_job(job)?.id;
-    life.until(async || {
+    life.until("the claim is Completed", async || {
         let status = life.api::<RunnerClaim>().get("build").await?.status.unwrap_or_default();
-        ensure!(status.phase == Some(ClaimPhase::Completed), "the claim is not Completed: {status:#?}");
+        ensure!(status.phase == Some(ClaimPhase::Completed), "{status:#?}");
         Ok(())
     })
     .await?;
-    let job = github.job(job).context("the job is known")?;
+    let job = github.job(job).context("GitHub knows the job")?;
     ensure!(job.conclusion == Some(Conclusion::Success), "the job did not succeed: {job:?}");
 
     let workers = life.api::<Worker>().list(&ListParams::default()).await?.items;

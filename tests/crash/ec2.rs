@@ -10,15 +10,15 @@ use paddock_bed::{aws::InstanceState, cloud::Cloud};
 use paddock_record::{Instance, State};
 use serde_json::{Value, json};
 
-use crate::life::{Life, Tale};
+use crate::life::{Life, Scenario};
 
 const POOL: &str = "linux";
 
-/// A pool warms a machine up, is edited, serves a claim with that machine and a new one, takes both back, ends one whose
-/// time is up, and is deleted.
-pub const TALE: Tale = Tale { name: "ec2", at_once: 10, lead: |life| lead(life).boxed_local() };
+/// A pool warms a machine, is edited, serves a claim with that machine and a new one, gets both back, terminates an
+/// expired one, and is deleted.
+pub const SCENARIO: Scenario = Scenario { name: "ec2", parallel: 10, play: |life| play(life).boxed_local() };
 
-async fn lead(life: &Life<'_>) -> Result<()> {
+async fn play(life: &Life<'_>) -> Result<()> {
     let scene = Scene::new(life);
     life.begin("warm up");
     scene.pool(json!({ "minIdle": 1, "maxInstances": 2, "lifetimes": lifetimes("20m") })).await?;
@@ -26,14 +26,14 @@ async fn lead(life: &Life<'_>) -> Result<()> {
     let machines = scene.machines();
     ensure!(machines.len() == 1, "I2: one machine was wanted, these were made: {machines:?}");
 
-    // Another template; and what has not half of the new idle time left is renewed.
+    // A new template; and a machine with less than half of the new idle time left is renewed.
     life.begin("edit");
     let edited = json!({ "maxInstances": 2, "preRunnerScript": "true", "lifetimes": lifetimes("1h") });
     let mut warm = edited.clone();
     warm["minIdle"] = json!(1);
     let before = scene.records().await?.first().and_then(|record| record.threshold);
     scene.pool(warm).await?;
-    life.until(async || {
+    life.until("the pool follows its edit", async || {
         let version = scene.pool_status().await?.launch_template.map(|template| template.version);
         ensure!(version == Some(2), "the edited pool has template {version:?}");
         let records = scene.records().await?;
@@ -43,7 +43,7 @@ async fn lead(life: &Life<'_>) -> Result<()> {
     .await?;
     scene.settle(&[State::Idle]).await.context("renewing")?;
 
-    // With no room for more, the claim takes the warm machine and has one made, in every life.
+    // The pool has room for one more machine: in every life the claim takes the warm one and launches one.
     life.begin("claim");
     scene.pool(edited).await?;
     scene.claim("build", "4711", json!({ "count": 2 })).await?;
@@ -58,11 +58,11 @@ async fn lead(life: &Life<'_>) -> Result<()> {
     life.until_none::<RunnerClaim>("claims", |_| true).await?;
     scene.settle(&[State::Idle, State::Idle]).await.context("released")?;
 
-    // Long enough for an operator that is killed right after it put the machine in service: the next one finds it.
+    // Long enough that the next operator finds the machine if this one is killed right after the claim is Ready.
     life.begin("expire");
     scene.claim("short", "4712", json!({ "maxRuntime": "20s" })).await?;
     let over = scene.until_claim("short", ClaimPhase::Completed).await?;
-    ensure!(over.workers.is_empty(), "I4: it holds nothing any more: {over:?}");
+    ensure!(over.workers.is_empty(), "I4: a completed claim holds nothing: {over:?}");
     scene.settle(&[State::Idle]).await.context("expired")?;
     life.delete::<RunnerClaim>("short").await?;
     life.until_none::<RunnerClaim>("claims", |_| true).await?;
@@ -71,7 +71,7 @@ async fn lead(life: &Life<'_>) -> Result<()> {
     scene.take_down().await
 }
 
-/// With them no machine is given up before it serves, however slow it is; `idle` is for those in the pool.
+/// Long enough that no machine expires before it serves, however slow it is; `idle` is for those in the pool.
 fn lifetimes(idle: &str) -> Value {
     json!({ "created": "1h", "claimed": "1h", "idle": idle })
 }
@@ -87,8 +87,8 @@ impl<'a> Scene<'a> {
     }
 
     async fn pool(&self, mut settings: Value) -> Result<()> {
-        // On a busy machine, and with an operator killed meanwhile, a healthy machine answers late. One that is given
-        // up would be replaced, and every life counts its machines.
+        // On busy cores, and with an operator killed meanwhile, a healthy machine answers late. It must not be
+        // replaced: every life counts its machines.
         settings["timeouts"] =
             json!({ "registration": "30m", "heartbeat": "30m", "validation": "30m", "deregistration": "30m" });
         self.life.apply::<RunnerPool>(self.life.stage.ec2_pool(&self.life.namespace, POOL, settings)).await
@@ -108,9 +108,9 @@ impl<'a> Scene<'a> {
 
     async fn until_claim(&self, name: &str, phase: ClaimPhase) -> Result<RunnerClaimStatus> {
         self.life
-            .until(async || {
+            .until(&format!("claim {name} is {phase:?}"), async || {
                 let status = self.life.api::<RunnerClaim>().get(name).await?.status.unwrap_or_default();
-                ensure!(status.phase == Some(phase), "claim {name} is not {phase:?}: {status:#?}");
+                ensure!(status.phase == Some(phase), "{status:#?}");
                 Ok(status)
             })
             .await
@@ -123,7 +123,7 @@ impl<'a> Scene<'a> {
         Ok(records)
     }
 
-    /// Every machine that this life ever had, and whether it runs.
+    /// Every machine of this life, and whether it still runs.
     fn machines(&self) -> BTreeMap<String, bool> {
         let instances = self.life.stage.aws.instances().into_iter();
         let own = instances.filter(|instance| instance.tags.get("paddock:cluster") == Some(&self.life.namespace));
@@ -142,7 +142,7 @@ impl<'a> Scene<'a> {
     /// queue, the Workers and GitHub.
     async fn settle(&self, wanted: &[State]) -> Result<()> {
         self.life
-            .until(async || {
+            .until(&format!("all sides agree on machines in {wanted:?}"), async || {
                 let records = self.records().await?;
                 let states: Vec<_> = records.iter().map(|record| record.state).collect();
                 ensure!(states == wanted, "machines are not {wanted:?}: {records:#?}");
@@ -154,10 +154,10 @@ impl<'a> Scene<'a> {
                 let idle = records.iter().filter(|record| record.state == State::Idle);
                 let idle: BTreeSet<_> = idle.map(|record| record.instance_id.clone()).collect();
                 let leaving = records.iter().find(|record| !record.leaving.is_empty());
-                ensure!(leaving.is_none(), "one has yet to leave its run: {leaving:?}");
+                ensure!(leaving.is_none(), "one has not deregistered yet: {leaving:?}");
                 let queue = self.pool_status().await?.queues.first().context("a pool has a queue")?.url.clone();
                 let offered = self.cloud.offers(&queue).await?;
-                ensure!(offered.is_superset(&idle), "I3: {idle:?} are idle, {offered:?} are offered");
+                ensure!(offered.is_superset(&idle), "I3: {idle:?} are idle, {offered:?} have a message");
 
                 let workers = self.life.api::<Worker>().list(&ListParams::default()).await?.items;
                 let shown = workers.iter().filter_map(|worker| {
@@ -181,7 +181,7 @@ impl<'a> Scene<'a> {
             .await
     }
 
-    /// Deletes the pool: nothing is left anywhere.
+    /// Deletes the pool, and checks that nothing is left.
     async fn take_down(&self) -> Result<()> {
         let status = self.pool_status().await?;
         self.life.delete::<RunnerPool>(POOL).await?;

@@ -1,5 +1,5 @@
-//! A life: some objects from their application to their deletion, in a namespace with an operator of its own, which may
-//! be killed right after one of its writes; and the sweep, which plays the same life once for each write.
+//! A life is one run of a scenario, from the creation of its objects to their deletion, in a namespace with its own
+//! operator, which may be killed right after one of its writes. The sweep repeats a scenario once for each write.
 
 use std::{
     collections::BTreeSet,
@@ -18,50 +18,55 @@ use kube::{
     api::{DeleteParams, ListParams, Patch, PatchParams},
     core::NamespaceResourceScope,
 };
-use paddock::leader::LEASE as LEASE_NAME;
 use paddock_bed::{
     process::Process,
     stage::{Stage, binary},
+    wait::Wait,
 };
+use paddock_effects::kube::leader::LEASE as LEASE_NAME;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
 use crate::gate::{API, Fatal, Gate, Upstream, Write};
 
 /// Longer than anything takes on a busy machine: an orphan is swept after a minute, with as long for the sweep to come.
-const DEADLINE: Duration = Duration::from_secs(600);
+const WAIT: Wait = Wait::at_most(Duration::from_secs(600)).every(Duration::from_millis(200));
 
-/// The chart's own: a shorter one is lost again and again where many operators share two cores.
+/// The chart's own: many operators on two cores lose a shorter lease again and again.
 const LEASE: &str = "15s";
-/// After this time nothing that a killed operator sent is still on its way, and its lease is taken away: the next one need
-/// not wait until it has run out.
+/// After this time no request of a killed operator is still on its way. Then its lease is deleted, so that the next one
+/// need not wait for its expiry.
 const AFTERMATH: Duration = Duration::from_secs(1);
 
-const LOOK_AGAIN: Duration = Duration::from_millis(200);
-
-/// A life that is lived again and again. It has stages, each of which ends when everything has settled, so that a crash in
-/// one leaves the next as it is.
-pub struct Tale {
+/// What is repeated. It has stages, each of which ends when everything has settled, so that a crash in one does not
+/// affect the next.
+pub struct Scenario {
     pub name: &'static str,
-    /// As many lives at a time as a small machine bears.
-    pub at_once: usize,
-    pub lead: for<'a> fn(&'a Life<'a>) -> LocalBoxFuture<'a, Result<()>>,
+    /// How many lives a small machine can run in parallel.
+    pub parallel: usize,
+    pub play: for<'a> fn(&'a Life<'a>) -> LocalBoxFuture<'a, Result<()>>,
 }
 
-/// Plays a tale without a crash, then again and again, with the operator killed in the n-th life right after the n-th
-/// write of each stage, until there is a life that no stage of which has so many.
-pub async fn sweep(stage: &Stage, tale: &Tale) -> Result<()> {
+/// Plays a scenario without a crash, then again and again: in the n-th life the operator is killed right after the n-th
+/// write of each stage, until no stage has so many writes.
+pub async fn sweep(stage: &Stage, scenario: &Scenario) -> Result<()> {
     let began = Instant::now();
-    let life = live(stage, tale, 0, Fatal::Never).await.context("a life without a crash")?;
-    println!("{}: {} writes and {} s without a crash", tale.name, life.gate.writes().len(), began.elapsed().as_secs());
-    // What every life does, and after what an operator was killed.
+    let life = live(stage, scenario, 0, Fatal::Never).await.context("a life without a crash")?;
+    println!(
+        "{}: {} writes and {} s without a crash",
+        scenario.name,
+        life.gate.writes().len(),
+        began.elapsed().as_secs()
+    );
+    // The kinds of writes of every life, and those after which an operator was killed.
     let (mut certain, mut met) = (kinds(life.gate.writes()), BTreeSet::new());
     let (mut kills, mut failures, mut all_the_way) = (0, Vec::new(), false);
     let longest = life.gate.longest_stage();
     let mut lives: Vec<_> = (1..=longest).map(|number| (number, Fatal::Nth(number))).collect();
     while let Some(&(number, _)) = lives.last() {
-        let outcomes = std::mem::take(&mut lives).into_iter().map(|(number, fatal)| live(stage, tale, number, fatal));
-        let mut outcomes = stream::iter(outcomes).buffer_unordered(tale.at_once);
+        let outcomes =
+            std::mem::take(&mut lives).into_iter().map(|(number, fatal)| live(stage, scenario, number, fatal));
+        let mut outcomes = stream::iter(outcomes).buffer_unordered(scenario.parallel);
         while let Some(outcome) = outcomes.next().await {
             match outcome {
                 Ok(life) => {
@@ -72,7 +77,7 @@ pub async fn sweep(stage: &Stage, tale: &Tale) -> Result<()> {
                     met.append(&mut kinds(last));
                 }
                 Err(failure) => {
-                    println!("{} went wrong: {failure:#}", tale.name);
+                    println!("{} failed: {failure:#}", scenario.name);
                     failures.push(format!("{failure:?}"));
                 }
             }
@@ -80,7 +85,8 @@ pub async fn sweep(stage: &Stage, tale: &Tale) -> Result<()> {
         if !failures.is_empty() {
             break;
         }
-        // Writes that come side by side can dodge the count: what all lives do and none was killed after has one of its own.
+        // Parallel writes come in a different order each time: kinds that all lives have and none was killed after get
+        // a life of their own.
         let missed: BTreeSet<_> = &certain - &met;
         if !all_the_way {
             lives.push((number + 1, Fatal::Nth(number + 1)));
@@ -88,19 +94,19 @@ pub async fn sweep(stage: &Stage, tale: &Tale) -> Result<()> {
             lives.push((number + 1, Fatal::First(missed)));
         }
     }
-    println!("{}: {kills} kills after {} kinds of writes, {} s", tale.name, met.len(), began.elapsed().as_secs());
-    ensure!(failures.is_empty(), "{} lives went wrong:\n{}", failures.len(), failures.join("\n\n"));
+    println!("{}: {kills} kills after {} kinds of writes, {} s", scenario.name, met.len(), began.elapsed().as_secs());
+    ensure!(failures.is_empty(), "{} lives failed:\n{}", failures.len(), failures.join("\n\n"));
     let violations = stage.github.violations().await;
     ensure!(violations.is_empty(), "not as GitHub has it: {violations:#?}");
     Ok(())
 }
 
-async fn live<'a>(stage: &'a Stage, tale: &Tale, number: usize, fatal: Fatal) -> Result<Life<'a>> {
+async fn live<'a>(stage: &'a Stage, scenario: &Scenario, number: usize, fatal: Fatal) -> Result<Life<'a>> {
     let began = Instant::now();
-    let life = Life::new(stage, tale, number, fatal.clone()).await?;
-    life.play(tale).await.with_context(|| format!("killed {fatal:?}, after {}", list(&life.gate.last_writes())))?;
+    let life = Life::new(stage, scenario, number, fatal.clone()).await?;
+    life.play(scenario).await.with_context(|| format!("killed {fatal:?}, after {}", list(&life.gate.last_writes())))?;
     let (last, seconds) = (list(&life.gate.last_writes()), began.elapsed().as_secs());
-    println!("{} {number}: {seconds} s, killed after {last}", tale.name);
+    println!("{} {number}: {seconds} s, killed after {last}", scenario.name);
     Ok(life)
 }
 
@@ -123,8 +129,8 @@ pub struct Life<'a> {
 }
 
 impl<'a> Life<'a> {
-    async fn new(stage: &'a Stage, tale: &Tale, number: usize, fatal: Fatal) -> Result<Self> {
-        let namespace = format!("{}-{number}", tale.name);
+    async fn new(stage: &'a Stage, scenario: &Scenario, number: usize, fatal: Fatal) -> Result<Self> {
+        let namespace = format!("{}-{number}", scenario.name);
         stage.namespace(&namespace).await?;
         let gate = Gate::new(fatal);
         let kubernetes = gate.serve(Upstream::Kubernetes(stage.kube.client())).await?;
@@ -142,9 +148,9 @@ impl<'a> Life<'a> {
         Ok(Self { stage, namespace, gate, kubeconfig, github_url: format!("{github}{API}"), aws_url })
     }
 
-    async fn play(&'a self, tale: &Tale) -> Result<()> {
+    async fn play(&'a self, scenario: &Scenario) -> Result<()> {
         let outcome = tokio::select! {
-            outcome = (tale.lead)(self) => outcome,
+            outcome = (scenario.play)(self) => outcome,
             outcome = self.keep_an_operator() => outcome.map(|never| match never {}),
         };
         outcome.with_context(|| format!("in {}, after the writes {}", self.namespace, list(&self.gate.writes())))
@@ -167,22 +173,22 @@ impl<'a> Life<'a> {
                     () = self.gate.killed.notified() => {
                         operator.kill()?;
                         tokio::time::sleep(AFTERMATH).await;
-                        self.until(async || delete(&self.api::<Lease>(), LEASE_NAME).await).await?;
+                        self.until("the lease is deleted", async || delete(&self.api::<Lease>(), LEASE_NAME).await).await?;
                         break;
                     }
                     () = tokio::time::sleep(Duration::from_millis(200)) => {}
                 }
                 if let Some(status) = operator.exited() {
-                    // On a busy machine a short lease can be lost; then it starts again, as its kubelet would have it.
+                    // On a busy machine the lease can be lost; then the operator is restarted, as a kubelet would.
                     let log = operator.log_tail(30);
-                    ensure!(log.contains("the lease was lost"), "the operator ended by itself ({status}):\n{log}");
+                    ensure!(log.contains("the lease was lost"), "the operator exited by itself ({status}):\n{log}");
                     break;
                 }
             }
         }
     }
 
-    /// What was is settled; what comes now is another stage.
+    /// Begins the next stage; the one before has settled.
     pub fn begin(&self, stage: &'static str) {
         self.gate.begin(stage);
     }
@@ -198,8 +204,8 @@ impl<'a> Life<'a> {
     {
         let name = object["metadata"]["name"].as_str().context("an object has a name")?.to_owned();
         let params = PatchParams::apply("test").force();
-        // A busy API server is asked again.
-        self.until(async || {
+        // A busy API server may refuse at first.
+        self.until(&format!("{name} is applied"), async || {
             self.api::<K>().patch(&name, &params, &Patch::Apply(&object)).await?;
             Ok(())
         })
@@ -210,36 +216,29 @@ impl<'a> Life<'a> {
     where
         K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + DeserializeOwned + std::fmt::Debug,
     {
-        self.until(async || delete(&self.api::<K>(), name).await).await
+        self.until(&format!("{name} is deleted"), async || delete(&self.api::<K>(), name).await).await
     }
 
-    /// Looks again and again until nothing is missed; the last complaint is the error.
-    pub async fn until<T>(&self, mut look: impl AsyncFnMut() -> Result<T>) -> Result<T> {
-        let start = Instant::now();
-        loop {
-            match look().await {
-                Ok(found) => return Ok(found),
-                Err(missed) if start.elapsed() > DEADLINE => return Err(missed),
-                Err(_) => tokio::time::sleep(LOOK_AGAIN).await,
-            }
-        }
+    /// Waits until a look succeeds; each of its errors says what is still missing.
+    pub async fn until<T>(&self, what: &str, look: impl AsyncFnMut() -> Result<T>) -> Result<T> {
+        WAIT.until_ok(what, look).await
     }
 
     pub async fn until_none<K>(&self, what: &str, counts: impl Fn(&K) -> bool) -> Result<()>
     where
         K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + DeserializeOwned + std::fmt::Debug,
     {
-        self.until(async || {
+        self.until(&format!("there are no {what}"), async || {
             let left = self.api::<K>().list(&ListParams::default()).await?.items;
             let left: Vec<_> = left.iter().filter(|object| counts(object)).collect();
-            ensure!(left.is_empty(), "there are still {what}: {left:#?}");
+            ensure!(left.is_empty(), "{left:#?}");
             Ok(())
         })
         .await
     }
 }
 
-/// Deletes by name; what is gone is deleted, perhaps by a request whose answer was lost.
+/// Deletes by name. An object that is gone counts as deleted: an answer may have been lost.
 async fn delete<K>(api: &Api<K>, name: &str) -> Result<()>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + std::fmt::Debug,

@@ -17,26 +17,26 @@ use paddock_bed::{
 };
 use tokio::runtime::Runtime;
 
-use crate::life::{Tale, sweep};
+use crate::life::{Scenario, sweep};
 
 /// The tests, and whether each needs a node.
-const TALES: [(&str, &Tale, bool); 2] = [
-    ("i5_each_write_of_an_ec2_pools_life_can_be_the_operators_last", &ec2::TALE, false),
-    ("i5_each_write_of_a_board_claims_life_can_be_the_operators_last", &board::TALE, true),
+const SCENARIOS: [(&str, &Scenario, bool); 2] = [
+    ("i5_each_write_of_an_ec2_pools_life_can_be_the_operators_last", &ec2::SCENARIO, false),
+    ("i5_each_write_of_a_board_claims_life_can_be_the_operators_last", &board::SCENARIO, true),
 ];
 
 fn main() -> ExitCode {
     // One after the other: each sweep fills the machine by itself.
     let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
     if arguments.list {
-        let trials = TALES.map(|(name, ..)| Trial::test(name, || Ok(())));
+        let trials = SCENARIOS.map(|(name, ..)| Trial::test(name, || Ok(())));
         return libtest_mimic::run(&arguments, trials.into()).exit_code();
     }
     let tools = [TOOLS, &node::TOOLS, &["github-schemas"]].concat();
     let isolated = isolate::enter(Options { tools: &tools, listen: 0 }).expect("a bed of its own");
     let (runtime, stage) = set(&isolated).expect("a stage");
     let (runtime, stage) = (Arc::new(runtime), Arc::new(stage));
-    let trials = TALES.map(|(name, tale, on_a_node)| {
+    let trials = SCENARIOS.map(|(name, scenario, on_a_node)| {
         let (runtime, stage) = (runtime.clone(), stage.clone());
         let skipped = isolated.node_possible.as_ref().err().filter(|_| on_a_node);
         if let Some(why) = skipped {
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
         let test = move || {
             let outcome = runtime.block_on(async {
                 let _node = if on_a_node { Some(board::start_node(&stage).await?) } else { None };
-                sweep(&stage, tale).await
+                sweep(&stage, scenario).await
             });
             outcome.map_err(|error| format!("{error:?}").into())
         };

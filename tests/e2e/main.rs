@@ -1,44 +1,35 @@
-//! End-to-end tests: the real operator, under the chart's own rights, on real parts.
+//! End-to-end tests: the real operator, with the chart's own permissions, on real parts.
 //!
 //! The whole program runs in namespaces of its own (see `paddock_bed::isolate`), one stage serves all tests, and each
 //! test has a Kubernetes namespace for itself.
 
-mod board;
-mod board_burst;
-mod board_health;
-mod board_jobs;
-mod board_whole;
 mod boards;
-mod canary;
-mod device_plugin;
 mod ec2;
-mod ec2_end;
-mod ec2_faults;
-mod ec2_life;
-mod ec2_pool;
-mod linux;
+mod fixture;
+mod jobs;
 mod operator;
-mod support;
-mod webhook;
 
-use std::{process::ExitCode, sync::Arc};
+use std::{net::Ipv4Addr, process::ExitCode, sync::Arc};
 
 use anyhow::Result;
+use fixture::world::{Test, World};
 use libtest_mimic::{Arguments, Trial};
+use operator::secrets;
 use paddock_bed::{
     isolate::{self, Options},
     kwok, node,
+    operator::{Additions, Supervisor},
+    process::free_port,
     stage::{Stage, TOOLS},
 };
-use support::{Test, World};
 
-/// Tests beside each other.
-const AT_ONCE: usize = 8;
+/// Tests that run in parallel.
+const PARALLEL_TESTS: usize = 8;
 
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
-    // They wait most of the time.
-    arguments.test_threads.get_or_insert(AT_ONCE);
+    // More than cores: tests wait most of the time.
+    arguments.test_threads.get_or_insert(PARALLEL_TESTS);
     if arguments.list {
         return libtest_mimic::run(&arguments, trials(None)).exit_code();
     }
@@ -48,11 +39,11 @@ fn main() -> ExitCode {
             if conclusion.has_failed() {
                 eprintln!("--- the operator's log ---\n{}", world.operator_log());
             }
-            let violations = world.violations();
+            let violations = world.check(world.stage.github.violations());
             for violation in &violations {
                 eprintln!("not as GitHub has it: {violation}");
             }
-            let leaks = world.leaks();
+            let leaks = world.check(secrets::leaks(&world));
             for leak in &leaks {
                 eprintln!("I10: a secret is in {leak}");
             }
@@ -72,124 +63,130 @@ fn start() -> Result<Arc<World>> {
     })?;
     let runtime = tokio::runtime::Runtime::new()?;
     let (stage, operator) = runtime.block_on(async {
-        let stage = Stage::start(&isolated, true).await?;
-        let operator = stage.operator("operator", &[]).await?;
+        let stage = Arc::new(Stage::start(&isolated, true).await?);
+        let operator = Supervisor::new(stage.clone(), (Ipv4Addr::LOCALHOST, free_port()?).into());
+        operator.start(Additions::default()).await?;
         anyhow::Ok((stage, operator))
     })?;
     if let Err(why) = &isolated.node_possible {
-        eprintln!("the tests of boards are skipped: {why}");
+        eprintln!("tests on a real node are skipped: {why}");
     }
     Ok(Arc::new(World::new(runtime, stage, operator, isolated.node_possible)))
 }
 
-/// Every test by its name; without a world they can only be listed.
+/// All tests; without a world they can only be listed.
 fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
-    let trial = |name: &str, test: Test, play: fn(Arc<World>, Test) -> Result<()>| {
+    let trial = |name: &str, test: Test, run: fn(Arc<World>, Test) -> Result<()>| {
         let world = world.cloned();
         Trial::test(name, move || match world {
-            Some(world) => play(world, test).map_err(|error| format!("{error:#}").into()),
+            Some(world) => run(world, test).map_err(|error| format!("{error:#}").into()),
             None => Err("tests are only listed".into()),
         })
     };
-    // Tests that do something to the operator or the API server run alone, the others side by side.
+    // Tests that disturb the operator or the API server run alone, the others in parallel.
     macro_rules! trials {
-        ($play:ident: $($module:ident::$test:ident),+ $(,)?) => {
-            [$(trial(concat!(stringify!($module), "::", stringify!($test)), |world| Box::pin($module::$test(world)), World::$play)),+]
+        ($run:ident: $($topic:ident::$file:ident::$test:ident),+ $(,)?) => {
+            [$(trial(
+                concat!(stringify!($topic), "::", stringify!($file), "::", stringify!($test)),
+                |world| Box::pin($topic::$file::$test(world)),
+                World::$run,
+            )),+]
         };
     }
-    let beside = trials!(play:
-        ec2::claim_from_the_warm_pool_and_back,
-        ec2::claim_from_an_empty_pool,
-        operator::dashboards_show_what_goes_on,
-        ec2_end::i2_machines_end_themselves_in_every_state_when_the_operator_does_not,
-        ec2_end::i2_the_operator_ends_a_machine_whose_time_to_start_is_up,
-        ec2_end::i2_the_operator_ends_a_claimed_machine_whose_time_is_up,
-        ec2_end::i2_the_operator_ends_machines_in_service_and_idle_ones_whose_time_is_up,
-        ec2_end::i11_a_claim_can_be_deleted_in_every_phase,
-        ec2_end::i11_a_deleted_pool_waits_for_its_claims,
-        ec2_end::i11_a_namespace_goes_with_pools_and_claims_in_it,
-        ec2_faults::drift_at_aws_is_repaired,
-        ec2_faults::i2_a_denied_termination_is_shown_and_tried_again,
-        ec2_faults::i2_a_lost_create_fleet_answer_makes_no_second_fleet,
-        ec2_faults::i4_a_failed_pre_runner_script_fails_the_claim,
-        ec2_faults::i4_a_machine_that_never_comes_up_fails_the_claim,
-        ec2_faults::i4_partial_capacity_fails_the_claim_and_keeps_nothing,
-        ec2_faults::i8_a_silent_machine_in_service_is_shown_and_left_alone,
-        ec2_faults::a_machine_that_ec2_does_not_list_yet_is_not_given_up,
-        ec2_faults::a_machine_that_registers_for_another_run_or_not_at_all_is_replaced,
-        ec2_faults::total_capacity_loss_is_told_by_zone,
-        ec2_life::a_run_that_a_webhook_calls_completed_releases_its_claim,
-        ec2_life::i2_a_machine_that_has_served_its_claims_ends_and_leaves_no_runner,
-        ec2_life::a_machine_whose_scrub_script_fails_is_never_pooled,
-        ec2_life::a_claim_waits_while_every_zone_is_known_to_be_empty,
-        ec2_life::i4_spot_falls_back_to_on_demand_and_keeps_nothing_of_the_first_order,
-        ec2_life::i4_an_order_is_repeated_as_it_was_after_the_pool_was_edited,
-        ec2_life::i2_lost_machines_are_told_apart_and_their_runners_removed,
-        ec2_life::a_pool_says_what_is_wrong_with_it_until_it_is_mended,
-        ec2_pool::a_personal_token_and_a_repository_serve_as_well,
-        ec2_pool::claim_of_ten_takes_four_idle_machines_and_six_new_ones,
-        ec2_pool::i1_two_claims_of_one_run_share_no_machine,
-        ec2_pool::i3_an_idle_machine_that_does_not_fit_stays_for_others,
-        ec2_pool::poisoned_messages_are_dropped_and_the_next_one_tried,
-        ec2_pool::scripts_and_run_ids_are_data_whatever_they_contain,
-        board_health::a_pod_that_never_starts_is_given_up,
-        board_health::a_runner_that_never_registers_is_replaced,
-        board_health::a_runner_without_a_job_is_given_up,
-        board_health::i8_a_busy_runner_is_never_given_up,
-        board_health::i8_github_refuses_to_remove_a_busy_runner,
-        board_health::a_lost_node_fails_its_worker_and_another_takes_over,
-        board_health::a_worker_without_a_pod_is_over_and_replaced,
-        board_health::i2_a_runner_without_a_worker_is_swept,
-        board_jobs::a_claim_follows_its_job,
-        board_jobs::a_job_cancelled_before_provisioning_makes_no_pod,
-        board_jobs::a_job_cancelled_after_provisioning_frees_its_slot,
-        board_jobs::a_runner_that_takes_another_job_leaves_none_waiting,
-        board_jobs::jobs_that_will_never_run_fail,
-        board_jobs::a_personal_account_is_served,
-        board_jobs::i7_an_owner_at_its_cap_waits,
-        board_jobs::an_owner_without_the_app_is_told_and_harms_nobody,
-        board_jobs::i12_an_owner_that_hangs_delays_nobody_else,
-        board_jobs::a_claim_for_two_by_hand,
-        webhook::a_queued_job_becomes_a_claim,
-        webhook::i9_forged_and_broken_webhooks_change_nothing,
-        webhook::i6_i9_order_and_repetition_do_not_matter,
-        webhook::a_follower_takes_webhooks_and_secrets_rotate,
-        webhook::the_end_of_a_run_releases_its_machine,
+    let parallel = trials!(run:
+        ec2::claim::claim_takes_warm_machine_and_returns_it,
+        ec2::claim::claim_on_empty_pool_launches_machines,
+        ec2::claim::pool_with_personal_token_registers_runners_in_repository,
+        ec2::deletion::i11_a_claim_can_be_deleted_in_every_phase,
+        ec2::deletion::i11_a_deleted_pool_waits_for_its_claims,
+        ec2::deletion::i11_namespace_with_pools_and_claims_can_be_deleted,
+        ec2::expiry::i2_expired_machine_shuts_down_in_every_state_without_the_operator,
+        ec2::expiry::i2_operator_terminates_machine_that_starts_too_late,
+        ec2::expiry::i2_operator_terminates_expired_claimed_machine,
+        ec2::expiry::i2_operator_terminates_expired_running_and_idle_machines,
+        ec2::faults::drift_at_aws_is_repaired,
+        ec2::faults::i2_denied_termination_is_shown_and_retried,
+        ec2::launch::i2_a_lost_create_fleet_answer_makes_no_second_fleet,
+        ec2::launch::i4_partial_capacity_fails_the_claim_and_keeps_nothing,
+        ec2::launch::machine_that_ec2_does_not_list_yet_is_kept,
+        ec2::launch::claim_without_any_capacity_names_every_zone,
+        ec2::launch::claim_waits_while_no_zone_has_capacity,
+        ec2::launch::i4_spot_falls_back_to_on_demand_and_keeps_nothing_of_the_first_order,
+        ec2::launch::i4_an_order_is_repeated_as_it_was_after_the_pool_was_edited,
+        ec2::launch::pool_condition_shows_refused_launch_until_it_succeeds,
+        ec2::machine::i4_a_failed_pre_runner_script_fails_the_claim,
+        ec2::machine::i4_a_machine_that_never_comes_up_fails_the_claim,
+        ec2::machine::i8_running_machine_without_heartbeat_is_shown_stale_and_kept,
+        ec2::machine::machine_that_does_not_register_for_its_run_is_replaced,
+        ec2::machine::i2_lost_machines_are_reported_by_cause_and_their_runners_removed,
+        ec2::machine::scripts_and_run_ids_are_data_whatever_they_contain,
+        ec2::release::run_completed_by_webhook_releases_its_claim,
+        ec2::release::i2_machine_at_its_claim_limit_ends_and_leaves_no_runner,
+        ec2::release::a_machine_whose_scrub_script_fails_is_never_pooled,
+        ec2::selection::claim_of_ten_takes_four_idle_machines_and_six_new_ones,
+        ec2::selection::i1_two_claims_of_one_run_share_no_machine,
+        ec2::selection::i3_idle_machine_that_does_not_fit_stays_claimable,
+        ec2::selection::poisoned_messages_are_dropped_and_the_next_one_tried,
+        boards::claim::claim_for_two_is_ready_when_both_runners_are_online,
+        boards::health::pod_that_never_starts_fails_its_worker,
+        boards::health::a_runner_that_never_registers_is_replaced,
+        boards::health::idle_runner_is_removed_after_its_timeout,
+        boards::health::i8_busy_runner_is_kept,
+        boards::health::i8_runner_that_github_calls_busy_is_kept,
+        boards::health::a_lost_node_fails_its_worker_and_another_takes_over,
+        boards::health::worker_without_pod_fails_and_is_replaced,
+        boards::health::i2_runner_without_worker_is_removed,
+        jobs::claim::a_claim_follows_its_job,
+        jobs::claim::a_job_cancelled_before_provisioning_makes_no_pod,
+        jobs::claim::a_job_cancelled_after_provisioning_frees_its_slot,
+        jobs::claim::runners_that_swap_jobs_leave_no_job_waiting,
+        jobs::claim::jobs_that_will_never_run_fail,
+        jobs::owner::a_personal_account_is_served,
+        jobs::owner::i7_an_owner_at_its_cap_waits,
+        jobs::owner::owner_without_the_app_is_told_and_blocks_no_other,
+        jobs::owner::i12_owner_whose_requests_hang_delays_no_other,
+        jobs::webhook::a_queued_job_becomes_a_claim,
+        jobs::webhook::i9_forged_and_broken_webhooks_change_nothing,
+        jobs::webhook::i6_i9_order_and_repetition_do_not_matter,
+        jobs::webhook::a_follower_takes_webhooks_and_secrets_rotate,
+        jobs::webhook::the_end_of_a_run_releases_its_machine,
+        operator::pages::dashboards_show_pools_claims_and_workers,
     );
-    let alone = trials!(play_alone:
-        operator::i5_killed_in_the_middle_of_a_claim,
-        operator::a_paused_leader_is_replaced_and_ends,
-        operator::a_missing_right_is_missed,
-        operator::the_api_server_restarts,
-        ec2_life::a_run_that_is_over_releases_its_claim_and_the_claim_goes_in_time,
-        ec2_end::i11_a_deleted_claim_waits_for_github_and_says_so,
-        ec2_end::i11_a_claim_goes_without_its_credentials,
-        ec2_pool::i1_ten_claims_of_ten_race_for_a_hundred_idle_machines,
-        ec2_faults::i12_a_throttled_table_slows_a_claim_and_breaks_nothing,
-        ec2_faults::i2_a_deleted_table_is_made_anew,
-        webhook::webhooks_lost_while_nobody_listens_are_found,
-        webhook::webhooks_wait_for_the_api_server,
-        board_burst::burst_of_300_jobs_over_20_organisations,
-        board_burst::i1_i7_a_thousand_jobs_at_once_none_lost_none_double,
+    let alone = trials!(run_alone:
+        ec2::deletion::i11_a_deleted_claim_waits_for_github_and_says_so,
+        ec2::deletion::i11_claim_can_be_deleted_after_its_credentials,
+        ec2::faults::i12_a_throttled_table_slows_a_claim_and_breaks_nothing,
+        ec2::faults::i2_deleted_table_is_recreated,
+        ec2::release::run_completed_without_webhook_releases_its_claim_which_retention_deletes,
+        ec2::selection::i1_ten_claims_of_ten_race_for_a_hundred_idle_machines,
+        jobs::webhook::webhooks_lost_while_no_operator_runs_are_recovered,
+        jobs::webhook::webhooks_refused_without_api_server_are_recovered,
+        operator::outage::i5_claim_survives_kill_of_the_operator,
+        operator::outage::paused_leader_is_replaced_and_exits,
+        operator::outage::claim_survives_restart_of_the_api_server,
+        operator::permissions::claim_waits_while_the_operator_lacks_a_permission,
+        // Last: they leave more than a thousand objects.
+        jobs::burst::burst_of_300_jobs_over_20_organisations,
+        jobs::burst::i1_i7_each_of_a_thousand_jobs_is_served_once_and_in_order,
     );
-    let on_a_node = trials!(play:
-        board::claim_runs_a_job_on_the_board,
-        board::second_claim_waits_for_the_slot,
-        board::busy_worker_outlives_the_deletion_of_its_claim,
-        board::deleted_claim_takes_its_idle_runner_along,
-        board::lost_jit_config_is_replaced,
-        board::failed_pod_is_explained_and_replaced,
-        board_whole::job_goes_from_github_to_the_board_and_back,
-        device_plugin::second_pod_waits_for_the_slot,
-        device_plugin::slots_go_and_come_with_the_plugin,
-        device_plugin::plugin_may_label_its_own_node_and_nothing_else,
+    let on_a_node = trials!(run:
+        boards::claim::claim_runs_a_job_on_the_board,
+        boards::claim::second_claim_waits_for_the_slot,
+        boards::claim::busy_worker_outlives_the_deletion_of_its_claim,
+        boards::claim::deleted_claim_removes_its_idle_runner,
+        boards::claim::lost_jit_config_is_replaced,
+        boards::claim::failed_pod_is_explained_and_replaced,
+        boards::device_plugin::second_pod_waits_for_the_slot,
+        boards::device_plugin::slots_disappear_and_return_with_the_plugin,
+        boards::device_plugin::plugin_may_label_its_own_node_and_nothing_else,
+        jobs::round_trip::job_goes_from_github_to_the_board_and_back,
     );
-    let alone_on_a_node = trials!(play_alone:
-        device_plugin::slots_outlive_a_restart_of_the_kubelet,
-        // Pods that start while the label is gone are refused by the kubelet.
-        device_plugin::removed_label_comes_back,
+    let alone_on_a_node = trials!(run_alone:
+        boards::device_plugin::slots_outlive_a_restart_of_the_kubelet,
+        // The kubelet refuses pods that start while the label is missing.
+        boards::device_plugin::removed_label_comes_back,
     );
     let no_node = world.is_some_and(|world| world.node_possible.is_err());
     let on_a_node = on_a_node.into_iter().chain(alone_on_a_node).map(|trial| trial.with_ignored_flag(no_node));
-    beside.into_iter().chain(alone).chain(on_a_node).collect()
+    parallel.into_iter().chain(alone).chain(on_a_node).collect()
 }

@@ -103,7 +103,7 @@ async fn webhook_secrets_and_entity_limits_reach_the_operator_as_files(bed: &Bed
 }
 
 async fn a_deleted_leader_hands_over_at_once(bed: &Bed) -> Result<()> {
-    // Nobody waits for such a lease to run out.
+    // Too long to wait for the expiry of the lease.
     let [leader, _] = bed.install(CHART, &["extraArgs={--lease-duration=1h}"]).await?;
     bed.api::<Pod>(RELEASE_NAMESPACE).delete(&leader.name_any(), &DeleteParams::default()).await?;
     until_another_leads(bed, &leader.name_any()).await
@@ -182,10 +182,10 @@ async fn an_upgrade_keeps_all_objects_and_so_does_an_uninstall_unless_asked(bed:
     apply_claim(bed, "second", 1001).await?;
     bed.until_claim_says("second", "1 earlier claim comes first").await?;
     bed.until_claim_says("first", NO_SLOT).await?;
-    ensure!(uids(bed).await? == objects, "an upgrade made objects anew");
+    ensure!(uids(bed).await? == objects, "the upgrade replaced objects");
 
     bed.helm(&["uninstall", "--wait", RELEASE]).await?;
-    ensure!(uids(bed).await? == objects, "an uninstall made objects anew");
+    ensure!(uids(bed).await? == objects, "the uninstall replaced objects");
 
     // A later release takes over what is there.
     bed.install(CHART, &[]).await?;

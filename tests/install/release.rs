@@ -3,7 +3,7 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, Result, bail};
@@ -13,16 +13,15 @@ use k8s_openapi::api::{
     core::v1::{Node as KubeNode, Pod},
 };
 use kube::{Api, Resource, ResourceExt, api::ListParams, core::NamespaceResourceScope};
-use paddock::{
-    api::{READY, RunnerClaim},
-    leader::LEASE,
-};
+use paddock::api::{READY, RunnerClaim};
 use paddock_bed::{
     image::operator_image,
     isolate::Isolated,
     kube::{ControlPlane, RELEASE, RELEASE_NAMESPACE, succeeded},
     node::Node,
+    wait::Wait,
 };
+use paddock_effects::kube::leader::LEASE;
 use serde_json::{Value, json};
 
 /// The chart of this tree, and the one before it as Helm packaged it.
@@ -33,7 +32,7 @@ pub const PREVIOUS_CHART: &str = concat!(env!("PADDOCK_SOURCE"), "/tests/install
 pub const TEAM: &str = "team";
 
 /// Longer than anything takes on a busy machine; a test that waits this long has failed.
-const DEADLINE: Duration = Duration::from_secs(300);
+const WAIT: Wait = Wait::at_most(Duration::from_secs(300)).every(Duration::from_millis(100)).retrying(|_| true);
 
 /// What every release needs to know here: no image is pulled, and the previous chart runs this tree's operator, too.
 const SETTINGS: [&str; 3] =
@@ -160,20 +159,11 @@ impl Bed {
         .await
     }
 
-    /// Waits until `probe` finds something, whether it fails meanwhile or not; the error shows all there is to know of
-    /// the release.
-    pub async fn until<T>(&self, what: &str, mut probe: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
-        let start = Instant::now();
-        loop {
-            let missed = match probe().await {
-                Ok(Some(found)) => return Ok(found),
-                Ok(None) => String::new(),
-                Err(error) => format!(" ({error:#})"),
-            };
-            if start.elapsed() > DEADLINE {
-                bail!("not within {DEADLINE:?}: {what}{missed}\n{}", self.report().await);
-            }
-            tokio::time::sleep(Duration::from_millis(100)).await;
+    /// Waits until `look` finds something, whatever errors come first; the error shows the state of the release.
+    pub async fn until<T>(&self, what: &str, look: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
+        match WAIT.until(what, look).await {
+            Err(error) => bail!("{error:#}\n{}", self.report().await),
+            found => found,
         }
     }
 

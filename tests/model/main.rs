@@ -3,13 +3,14 @@
 //! passing of time may do meanwhile.
 //!
 //! **Files.** `world.rs`: what there is. `operator.rs`: what the leader does next. `protocol.rs`: every action and what it
-//! does. `properties.rs`: what must hold. Here: the bounds within which everything is tried, and the protocol broken on
+//! does. `transitions.rs`: how a record changes. `properties.rs`: what must hold. Here: the bounds within which everything is tried, and the protocol broken on
 //! purpose, one rule at a time, each with the shortest way into disaster. `cargo test --test model -- --nocapture` shows these.
 //!
 //! **What is the code itself.** `plan::claim::step` (with `standing`) and `surplus`, `plan::instance::upkeep`, `plan::pickup::pick` and
-//! `Exhaustion` decide; `State::may_become` says which arrows there are. The model spells its records out as the values
-//! that these take. What the controllers do with a decision, the condition of `Records::advance` and the agent are
-//! written down anew, each under the name of its original: who changes one of those changes it here.
+//! `Exhaustion` decide; the functions of `paddock_record::transition` change records, and `Transition::holds` says whether a
+//! change may be stored; `State::may_become` says which arrows there are. The model spells its records out as the values that
+//! these take. What the controllers do with a decision and the agent are written down a second time, each under the name of
+//! its original: who changes one of those changes it here.
 //!
 //! **Two leaders.** Only one replica leads. A former leader is a single write that is still on its way and may arrive at
 //! any later time; the new leader knows what the table said when it took over, or when it last read it. Within a leader,
@@ -39,6 +40,7 @@
 mod operator;
 mod properties;
 mod protocol;
+mod transitions;
 mod world;
 
 use properties::*;

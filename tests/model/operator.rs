@@ -1,29 +1,27 @@
-//! What the leader does next: the operator's own decisions from `paddock::plan`, and around them what `src/controllers`
+//! What the leader does next: the operator's own decisions from `paddock_core::ec2`, and around them what `src/controllers`
 //! makes of these, one write at a time.
 
-use std::sync::LazyLock;
+use std::{sync::LazyLock, time::Duration};
 
-use aws_sdk_dynamodb::types::AttributeValue;
-use jiff::{SignedDuration, Timestamp};
-use paddock::{
-    api::{Ec2Pool, UsageClass},
-    plan::{
-        claim::{Step, View, step, surplus},
-        instance::{Tracked, Upkeep, Vitals, upkeep},
-        pickup::{EMPTY_POLLS, Exhaustion, Known, Needs, Pickup, pick},
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use paddock_core::{
+    api::{ClaimPhase, Ec2Pool, FINALIZER, LaunchOrder, LaunchTemplate, RunnerClaim, RunnerClaimSpec, UsageClass},
+    ec2::{
+        capacity_memory::CapacityMemory,
+        claim::{Applied, ClaimAction, ClaimFacts, LaunchOptions, PoolView, Supply, decide, surplus},
+        machine::{AgentReport, Machine as Ec2Machine},
+        matching::{Availability, EMPTY_POLLS, Exhaustion, Pickup, pick},
+        requirements::Requirements,
+        upkeep::{Upkeep, upkeep},
     },
 };
-use paddock_record::{
-    Heartbeat, IdleMessage, Instance, KeyPair, PublicKey, State, WorkerSignal, attribute, entity, key,
-};
+use paddock_record::{Heartbeat, IdleMessage, KeyPair, PublicKey, State, WorkerSignal};
 
 use crate::{
     protocol::{Mutant, Protocol},
+    transitions::{NOW, instance, run_id},
     world::*,
 };
-
-const NOW: Timestamp = Timestamp::UNIX_EPOCH;
-const MINUTE: SignedDuration = SignedDuration::from_mins(1);
 
 static POOL: LazyLock<Ec2Pool> = LazyLock::new(|| {
     serde_json::from_value(serde_json::json!({
@@ -34,41 +32,24 @@ static POOL: LazyLock<Ec2Pool> = LazyLock::new(|| {
     }))
     .unwrap()
 });
-static KEY: LazyLock<PublicKey> = LazyLock::new(|| KeyPair::generate().public());
-static INSTANCE: LazyLock<Instance> = LazyLock::new(|| {
-    let mut item = key(entity::INSTANCE, "");
-    let texts = [
-        (attribute::STATE, "terminated"),
-        (attribute::RESOURCE_CLASS, "medium"),
-        (attribute::USAGE_CLASS, "on-demand"),
-    ];
-    item.extend(texts.map(|(name, text)| (name.to_owned(), AttributeValue::S(text.to_owned()))));
-    Instance::from_item(&item).unwrap()
+static SPEC: LazyLock<RunnerClaimSpec> =
+    LazyLock::new(|| serde_json::from_value(serde_json::json!({ "pool": "linux", "runId": "1" })).unwrap());
+static ORDER: LazyLock<LaunchOrder> = LazyLock::new(|| {
+    let order = serde_json::json!({
+        "clientToken": "", "attempt": 1, "requested": 1, "usageClass": "on-demand", "orderedAt": NOW,
+    });
+    serde_json::from_value(order).unwrap()
 });
+static KEY: LazyLock<PublicKey> = LazyLock::new(|| KeyPair::generate().public());
 
 /// A record of the model, spelled out as the operator reads it.
-fn tracked(id: usize, record: &Record, machine: &Machine) -> Tracked {
-    let text = |run: Option<usize>| run.map(|run| run.to_string()).unwrap_or_default();
-    let (since, left) = match machine.age {
-        Age::Fresh => (SignedDuration::ZERO, MINUTE * 5),
-        Age::Late => (MINUTE * 6, MINUTE),
-        Age::Expired => (MINUTE * 60, SignedDuration::ZERO),
-    };
+fn tracked(id: usize, record: &Record, machine: &Machine) -> Ec2Machine {
     let beat = Heartbeat { instance_id: String::new(), updated_at: NOW, public_key: Some(KEY.clone()) };
-    let spoken = |(signal, run)| WorkerSignal::new("", signal, &text(run), NOW);
-    Tracked {
-        vitals: Vitals { heartbeat: machine.said.map(|_| beat), signal: machine.said.map(spoken) },
+    let spoken = |(signal, run)| WorkerSignal::new("", signal, &run_id(run), NOW);
+    Ec2Machine {
+        report: AgentReport { heartbeat: machine.said.map(|_| beat), signal: machine.said.map(spoken) },
         read_at: NOW,
-        record: Instance {
-            instance_id: id.to_string(),
-            state: record.state,
-            run_id: text(record.run),
-            leaving: text(record.leaving),
-            sealed: if record.sealed { "sealed".into() } else { String::new() },
-            threshold: record.is_live().then(|| NOW + left),
-            updated_at: NOW - since,
-            ..INSTANCE.clone()
-        },
+        record: instance(id, record, machine.age),
     }
 }
 
@@ -84,94 +65,121 @@ pub fn only(id: usize) -> Ids {
     std::array::from_fn(|other| other == id)
 }
 
-const fn advance(id: usize, seen: Record, next: Record) -> Write {
-    Write::Advance { id, seen, next, fresh: true }
+/// The write of a change, where its guard holds. A machine whose agent has spoken has a key.
+fn apply(world: &World, id: usize, seen: Option<Record>, change: Change) -> Option<Write> {
+    change.of(id, seen, world.machines[id].said.is_some()).map(|_| Write::Apply { id, seen, change })
 }
 
 /// The first phase of an end; the second follows when it is won.
-const fn end(id: usize, seen: Record) -> Write {
-    advance(id, seen, Record::new(State::Terminated, None))
+fn end(world: &World, id: usize, seen: Record) -> Option<Write> {
+    apply(world, id, Some(seen), Change::Terminate)
 }
 
-/// One turn of `Work::give_all_back`.
-fn give_back(id: usize, seen: Record) -> Write {
-    match seen.state {
-        State::Running | State::Claimed => {
-            advance(id, seen, Record { leaving: seen.run, sealed: true, ..Record::new(State::Idle, None) })
-        }
-        State::Created | State::Idle | State::Terminated => end(id, seen),
-    }
+/// One turn of `Work::return_all`.
+fn give_back(world: &World, id: usize, seen: Record) -> Option<Write> {
+    apply(world, id, Some(seen), Change::Release).or_else(|| end(world, id, seen))
 }
 
 impl Protocol {
-    /// `Work::provision` or `Work::release`, up to the next write.
+    /// `Work::run`, up to the next write.
     pub fn claim(&self, world: &World, claim: usize) -> Next {
         let (mind, ledger) = (world.leader.claims[claim], world.leader.ledger);
         let Some(seen) = world.claims[claim].filter(|_| mind.next.is_none()) else { return Next::Nothing };
         if let Some(id) = mind.hand {
             return Next::Write(self.claim_one(world, claim, id));
         }
-        if let Some(id) = (0..MACHINES).find(|id| mind.fleet.is_some_and(|ids| ids[*id]) && ledger[*id].is_none()) {
-            return Next::Write(Write::Enter(id, claim));
+        let launched = (0..MACHINES).filter(|id| mind.fleet.is_some_and(|ids| ids[*id]));
+        let launches = launched.filter_map(|id| apply(world, id, ledger[id], Change::Launch(claim)));
+        if let Some(write) = launches.into_iter().next() {
+            return Next::Write(write);
         }
         let known = ledger.iter().enumerate().filter_map(|(id, record)| Some((id, (*record)?)));
         let held: Vec<_> = known.filter(|(_, record)| record.is_live() && record.run == Some(claim)).collect();
         let status = |phase, order| Next::Write(Write::Status(claim, phase, order));
-        let given_back = held.first().map(|(id, seen)| Next::Write(give_back(*id, *seen)));
-        match (seen.deleting, seen.phase) {
-            (true, _) => given_back.unwrap_or(Next::Write(Write::Finalize(claim))),
-            (false, Phase::Over) => given_back.unwrap_or(Next::Nothing),
-            (false, Phase::Ready) if held.is_empty() => status(Phase::Over, seen.order),
-            (false, Phase::Ready) => self.surplus(world, claim, &held, true).unwrap_or(Next::Nothing),
-            (false, Phase::Working) => {
-                let fail = || given_back.unwrap_or_else(|| status(Phase::Over, seen.order));
-                let launched = mind.fleet.map(|ids| ids.into_iter().filter(|there| *there).count() as u32);
-                match (seen.order, launched) {
-                    (Order::Placed(count), None) => return Next::Write(Write::Fleet(claim, count)),
-                    (Order::Placed(count), Some(launched)) if launched < count => return fail(),
-                    (Order::Placed(_), Some(_)) => return status(seen.phase, Order::Settled),
-                    (Order::None | Order::Settled, _) => {}
+        // The answer to the order is in the leader's memory, and the claim's status follows.
+        let launched = mind.fleet.map(|ids| ids.into_iter().filter(|there| *there).count() as u32);
+        let last = match (seen.order, launched) {
+            (Order::Placed(count), Some(launched)) if launched >= count => {
+                if !seen.deleting && seen.phase == Phase::Working {
+                    return status(seen.phase, Order::Settled);
                 }
-                let surplus = self.surplus(world, claim, &held, false);
-                surplus.unwrap_or_else(|| match self.step(world, claim, &held, seen.order == Order::Settled) {
-                    Step::Select(_) => Next::Receive,
-                    Step::Create(count) => status(seen.phase, Order::Placed(count)),
-                    Step::Validate { tokens, failed } => match (tokens.first(), failed.first()) {
-                        (Some(id), _) => {
-                            let (id, seen) = find(&held, id);
-                            Next::Write(Write::Advance {
-                                id,
-                                seen,
-                                next: Record { sealed: true, ..seen },
-                                fresh: false,
-                            })
-                        }
-                        (None, Some((id, ..))) => Next::Write(end(find(&held, id).0, find(&held, id).1)),
-                        (None, None) => Next::Nothing,
-                    },
-                    Step::Start(ids) => {
-                        let (id, seen) = find(&held, &ids[0]);
-                        Next::Write(advance(id, seen, Record::new(State::Running, seen.run)))
-                    }
-                    Step::Serve => status(Phase::Ready, seen.order),
-                    Step::Fail(..) => fail(),
-                })
+                Applied::Done
             }
+            (Order::Placed(_), Some(_)) => Applied::Short { launched: Vec::new(), causes: Vec::new() },
+            (Order::None | Order::Settled, _) | (_, None) => Applied::UnderWay,
+        };
+        let moved = |id: &str, change| {
+            let (id, seen) = find(&held, id);
+            apply(world, id, Some(seen), change).map_or(Next::Nothing, Next::Write)
+        };
+        let returned =
+            |then: Next| held.first().and_then(|(id, seen)| give_back(world, *id, *seen)).map_or(then, Next::Write);
+        match self.decide(world, claim, &held, &last) {
+            ClaimAction::Select(_) => Next::Receive,
+            ClaimAction::PlaceOrder(order) => status(seen.phase, Order::Placed(order.requested)),
+            ClaimAction::SendOrder(order) => Next::Write(Write::Fleet(claim, order.requested)),
+            ClaimAction::Seal(ids) => moved(&ids[0], Change::Seal),
+            ClaimAction::Replace(failed) => moved(&failed[0].id, Change::Terminate),
+            ClaimAction::Start(ids) => moved(&ids[0], Change::Start),
+            ClaimAction::Serve => status(Phase::Ready, seen.order),
+            ClaimAction::Watch if held.is_empty() => status(Phase::Over, seen.order),
+            ClaimAction::Return(ids) => {
+                let (id, seen) = find(&held, &ids[0]);
+                give_back(world, id, seen).map_or(Next::Nothing, Next::Write)
+            }
+            ClaimAction::Finish(..) => returned(status(Phase::Over, seen.order)),
+            ClaimAction::Settle => returned(Next::Nothing),
+            ClaimAction::Finalize => returned(Next::Write(Write::Finalize(claim))),
+            ClaimAction::Nothing | ClaimAction::Wait(_) | ClaimAction::AwaitAgents | ClaimAction::Watch => {
+                Next::Nothing
+            }
+            // Pools of the model have no fallback, and its deleted claims are written down as such.
+            action @ (ClaimAction::FallBack { .. } | ClaimAction::Release(_)) => unreachable!("{action:?}"),
         }
     }
 
-    fn step(&self, world: &World, claim: usize, held: &[(usize, Record)], fleet_settled: bool) -> Step {
-        let held: Vec<_> = held.iter().map(|(id, record)| tracked(*id, record, &world.machines[*id])).collect();
-        let pool_exhausted = world.leader.claims[claim].exhausted;
-        step(&View { count: self.counts[claim], held: &held, pool_exhausted, fleet_settled }, &POOL, NOW)
+    fn decide(&self, world: &World, claim: usize, held: &[(usize, Record)], last: &Applied) -> ClaimAction {
+        let seen = world.claims[claim].expect("it is there");
+        let mut machines: Vec<_> = held.iter().map(|(id, record)| tracked(*id, record, &world.machines[*id])).collect();
+        if self.mutant == Mutant::KeepsSurplus {
+            let spare = surplus(&machines, self.counts[claim], seen.phase == Phase::Ready);
+            machines.retain(|tracked| !spare.contains(&tracked.record.instance_id));
+        }
+        let object = self.object(claim, seen);
+        let (needs, template, capacity) = (needs(), LaunchTemplate::default(), CapacityMemory::new(Duration::ZERO));
+        let facts = ClaimFacts {
+            claim: &object,
+            status: object.status.as_ref().expect("it has one"),
+            pool: PoolView::Ready(Supply { spec: &POOL, needs, queue: "", template: &template }),
+            machines: &machines,
+            launch: LaunchOptions { live: 0, capacity: &capacity },
+            pool_exhausted: world.leader.claims[claim].exhausted,
+            run_completed: false,
+            last,
+        };
+        decide(&facts, NOW)
     }
 
-    /// `Work::let_go`, one at a time.
-    fn surplus(&self, world: &World, claim: usize, held: &[(usize, Record)], ready: bool) -> Option<Next> {
-        let known: Vec<_> = held.iter().map(|(id, record)| tracked(*id, record, &world.machines[*id])).collect();
-        let spare = surplus(&known, self.counts[claim], ready);
-        let (id, seen) = find(held, spare.first().filter(|_| self.mutant != Mutant::KeepsSurplus)?);
-        Some(Next::Write(give_back(id, seen)))
+    /// A claim of the model, spelled out as the operator reads it.
+    fn object(&self, claim: usize, seen: Claim) -> RunnerClaim {
+        let mut object = RunnerClaim::new("", SPEC.clone());
+        object.spec.count = self.counts[claim];
+        object.metadata.finalizers = Some(vec![FINALIZER.into()]);
+        object.metadata.deletion_timestamp = seen.deleting.then_some(Time(NOW));
+        let status = object.status.get_or_insert_default();
+        status.phase = Some(match (seen.deleting, seen.phase) {
+            (true, _) => ClaimPhase::Releasing,
+            (false, Phase::Working) => ClaimPhase::Pending,
+            (false, Phase::Ready) => ClaimPhase::Ready,
+            (false, Phase::Over) => ClaimPhase::Failed,
+        });
+        let order = |requested, instance_ids| LaunchOrder { requested, instance_ids, ..ORDER.clone() };
+        status.fleet = match seen.order {
+            Order::None => None,
+            Order::Placed(count) => Some(order(count, Vec::new()).into()),
+            Order::Settled => Some(order(self.counts[claim], vec!["launched".into()]).into()),
+        };
+        object
     }
 
     /// `upkeep::keep_up`: every write that may come next.
@@ -184,18 +192,20 @@ impl Protocol {
             let kept = known.map(|seen| (seen, upkeep(&tracked(id, &seen, machine), &POOL, self.keep_warm, NOW)));
             writes.extend(kept.and_then(|(seen, upkeep)| match upkeep {
                 Upkeep::Leave => None,
-                Upkeep::Warm if seen.state == State::Created => {
-                    Some(advance(id, seen, Record { state: State::Running, ..seen }))
+                Upkeep::Warm => {
+                    let up = apply(world, id, known, Change::WarmUp);
+                    up.or_else(|| apply(world, id, known, Change::MakeIdle))
                 }
-                Upkeep::Warm => Some(advance(id, seen, Record { state: State::Idle, ..seen })),
                 Upkeep::Offer => Some(Write::Offer(only(id), Some(seen))),
-                Upkeep::Renew => Some(advance(id, seen, seen)),
-                Upkeep::End(..) => Some(end(id, seen)),
+                Upkeep::Renew => apply(world, id, known, Change::Renew),
+                Upkeep::End(..) => end(world, id, seen),
             }));
             writes.extend(match (machine.ec2, known) {
                 (Ec2::Running, None) if !entering && self.mutant != Mutant::NeverSweeps => Some(Write::Terminate(id)),
                 (Ec2::Running, Some(seen)) if !seen.is_live() => Some(Write::Terminate(id)),
-                (Ec2::Gone, Some(seen)) if seen.is_live() => Some(end(id, seen)),
+                (Ec2::Gone, Some(seen)) if seen.is_live() => end(world, id, seen),
+                // `registrations::check`: GitHub has no runner of a machine that is gone.
+                (Ec2::Gone, Some(_)) => apply(world, id, known, Change::RunnerGone),
                 _ => None,
             });
         }
@@ -221,42 +231,38 @@ impl Protocol {
 
     /// `Work::claim_all`, before its write.
     fn claim_one(&self, world: &World, claim: usize, id: usize) -> Write {
-        match world.leader.ledger[id] {
-            Some(seen) if self.is_claimable(world, id) => {
-                advance(id, seen, Record { state: State::Claimed, run: Some(claim), sealed: true, ..seen })
-            }
-            _ => Write::PutBack(claim),
-        }
+        let seen = world.leader.ledger[id].filter(|_| world.machines[id].age != Age::Expired);
+        let seen = seen.map(|seen| self.without_leaving(seen));
+        apply(world, id, seen, Change::Claim(claim)).unwrap_or(Write::PutBack(claim))
+    }
+
+    /// What `IgnoresLeaving` takes a record for.
+    fn without_leaving(&self, seen: Record) -> Record {
+        if self.mutant == Mutant::IgnoresLeaving { Record { leaving: None, ..seen } } else { seen }
+    }
+
+    /// What the leader's ledger has of a machine.
+    fn machine(&self, world: &World, id: usize) -> Option<Ec2Machine> {
+        let seen = world.leader.ledger[id].map(|seen| self.without_leaving(seen))?;
+        Some(tracked(id, &seen, &world.machines[id]))
     }
 
     fn is_claimable(&self, world: &World, id: usize) -> bool {
-        let whatever = self.mutant == Mutant::IgnoresLeaving;
-        world.leader.ledger[id].is_some_and(|seen| {
-            let seen = if whatever { Record { leaving: None, ..seen } } else { seen };
-            tracked(id, &seen, &world.machines[id]).is_claimable(NOW)
-        })
+        self.machine(world, id).is_some_and(|machine| machine.is_claimable(NOW))
     }
 
-    /// `Pickups::sort_out`: what becomes of a message that is shown.
+    /// `IdleQueue::sort_out`: what becomes of a message that is shown.
     pub fn pickup(&self, world: &World, id: usize) -> Pickup {
-        let known = |_: &IdleMessage| match world.leader.ledger[id] {
-            None => Known::Foreign,
-            Some(seen) if seen.state != State::Idle => Known::Taken,
-            Some(_) if in_hand(world, id) || !self.is_claimable(world, id) => Known::Busy,
-            Some(_) => Known::Free,
-        };
-        let needs = Needs {
-            usage_class: UsageClass::OnDemand,
-            resource_class: "medium".into(),
-            cpu: 0,
-            memory_mib: 0,
-            allowed_instance_types: vec!["*".into()],
+        let machine = self.machine(world, id);
+        let known = |_: &IdleMessage| match Availability::of(machine.as_ref(), NOW) {
+            Availability::Free if in_hand(world, id) => Availability::Busy,
+            known => known,
         };
         let body = tracked(id, &Record::new(State::Idle, None), &world.machines[id]).idle_message().write();
-        pick(&[body], &mut [(needs, 1)], known, NOW).swap_remove(0)
+        pick(&[body], &mut [(needs(), 1)], known, NOW).swap_remove(0)
     }
 
-    /// `Pickups::last_resort`, when the queue has shown nothing often enough: a machine that the ledger knows to be free,
+    /// `IdleQueue::last_resort`, when the queue has shown nothing often enough: a machine that the ledger knows to be free,
     /// or none at all; nothing is decided while somebody has one in hand.
     pub fn last_resort(&self, world: &World) -> Option<Option<usize>> {
         let mut exhaustion = Exhaustion::default();
@@ -267,6 +273,16 @@ impl Protocol {
             Some(id) => Some(Some(*id)),
             None => fitting.is_empty().then_some(None),
         }
+    }
+}
+
+fn needs() -> Requirements {
+    Requirements {
+        usage_class: UsageClass::OnDemand,
+        resource_class: "medium".into(),
+        cpu: 0,
+        memory_mib: 0,
+        allowed_instance_types: vec!["*".into()],
     }
 }
 

@@ -1,12 +1,13 @@
 //! What can happen, and what it does.
 
-use paddock::plan::pickup::Pickup;
+use paddock_core::ec2::matching::Pickup;
 use paddock_record::{Signal, State};
 use stateright::{Model, Property};
 
 use crate::{
     operator::{Next, only},
     properties,
+    transitions::{NOW, instance},
     world::*,
 };
 
@@ -133,7 +134,7 @@ impl Protocol {
         }
         actions.extend(writes.iter().map(|(who, write)| match write {
             // An idle record is moved by claims and the pool alike; elsewhere nobody comes first.
-            Write::Advance { seen, .. } if seen.state == State::Idle => Action::Send(*who, *write),
+            Write::Apply { seen: Some(seen), .. } if seen.state == State::Idle => Action::Send(*who, *write),
             _ => Action::Do(*who, *write),
         }));
         writes.into_iter().map(|(_, write)| write).collect()
@@ -154,9 +155,7 @@ impl Protocol {
         actions.extend((0..self.deletable).filter(deletable).map(Action::Delete));
         if world.left.crashes > 0 {
             // A late termination is a kill, a late offer a message delivered again, a late deletion none at all.
-            let lasting = |write: &Write| {
-                matches!(write, Write::Advance { .. } | Write::Enter(..) | Write::Fleet(..) | Write::Status(..))
-            };
+            let lasting = |write: &Write| matches!(write, Write::Apply { .. } | Write::Fleet(..) | Write::Status(..));
             let late = writes.into_iter().filter(|write| world.late.is_none() && lasting(write));
             actions.extend(late.map(Some).chain([None]).map(Action::Crash));
         }
@@ -178,27 +177,20 @@ impl Protocol {
     fn arrive(&self, world: &mut World, who: Who, write: Write) -> Option<Write> {
         let leads = who != Who::Former;
         match write {
-            Write::Advance { id, seen, next, fresh } => {
-                let won = self.advance(world, id, seen, next, fresh);
+            Write::Apply { id, seen, change } => {
+                let won = self.apply(world, id, seen, change);
                 if leads {
                     world.know(id);
                 }
-                match (who, won) {
-                    (Who::Claim(claim), _) if (seen.state, next.state) == (State::Idle, State::Claimed) => {
+                match (who, change) {
+                    (Who::Claim(claim), Change::Claim(_)) => {
                         let idle = world.table[id].is_some_and(|there| there.state == State::Idle);
                         Some(if idle { Write::PutBack(claim) } else { Write::DeleteMessage(claim) })
                     }
-                    (_, true) if !next.is_live() => Some(Write::Terminate(id)),
-                    (_, true) if next.is_free() && fresh => Some(Write::Offer(only(id), None)),
+                    (_, Change::Terminate) if won => Some(Write::Terminate(id)),
+                    (_, Change::MakeIdle | Change::Renew) if won => Some(Write::Offer(only(id), None)),
                     _ => None,
                 }
-            }
-            Write::Enter(id, claim) => {
-                world.table[id].get_or_insert(Record::new(State::Created, Some(claim)));
-                if leads {
-                    world.know(id);
-                }
-                None
             }
             Write::Fleet(claim, count) => {
                 let before = world.fleets[claim].unwrap_or_default();
@@ -221,12 +213,7 @@ impl Protocol {
                 let id = ids.iter().position(|wanted| *wanted).expect("there is one to offer");
                 (world.leader.offered[id], ids[id]) = (true, false);
                 world.shown[id] += 1;
-                let clear = |seen| Write::Advance {
-                    id,
-                    seen,
-                    next: Record { leaving: None, sealed: false, ..seen },
-                    fresh: false,
-                };
+                let clear = |seen| Write::Apply { id, seen: Some(seen), change: Change::Pool };
                 leaving.map(clear).or_else(|| ids.contains(&true).then_some(Write::Offer(ids, None)))
             }
             Write::DeleteMessage(claim) => {
@@ -256,24 +243,32 @@ impl Protocol {
         }
     }
 
-    /// `Records::advance`: wins only if the record is still what was seen and, unless it ends, in its time.
-    fn advance(&self, world: &mut World, id: usize, seen: Record, next: Record, fresh: bool) -> bool {
-        let Some(there) = world.table[id] else { return false };
-        let claims = (seen.state, next.state) == (State::Idle, State::Claimed);
-        let free = match self.mutant {
+    /// `Records::apply`: the record becomes what the change makes of it, if its condition holds.
+    fn apply(&self, world: &mut World, id: usize, seen: Option<Record>, change: Change) -> bool {
+        let made = change.of(id, seen, true).expect("its guard held when it was decided");
+        let there = world.table[id];
+        let mut stored = there.map(|record| instance(id, &record, world.machines[id].age));
+        let claims = matches!(change, Change::Claim(_));
+        // A condition that does not name `leaving` takes that for what was seen.
+        let forgets = match self.mutant {
             Mutant::IgnoresLeaving => true,
-            Mutant::ForgetsLeaving => !claims || there.leaving.is_none(),
-            _ => there.leaving == seen.leaving && (!claims || there.leaving.is_none()),
+            Mutant::ForgetsLeaving => !claims,
+            _ => false,
         };
-        let in_time = !next.is_live() || world.machines[id].age != Age::Expired;
-        let won = there.state == seen.state && there.run == seen.run && free && in_time;
-        if !(won || claims && self.mutant == Mutant::ClaimsBlindly) {
+        if let (true, Some(stored), Some(seen)) = (forgets, &mut stored, made.seen()) {
+            stored.leaving.clone_from(&seen.leaving);
+        }
+        let blindly = claims && there.is_some() && self.mutant == Mutant::ClaimsBlindly;
+        if !(made.holds(stored.as_ref(), NOW) || blindly) {
             return false;
         }
-        world.stolen |= there.run.is_some_and(|owner| next.run.is_some_and(|run| run != owner));
-        world.wrong_arrow |= there.state != next.state && !there.state.may_become(next.state);
+        let next = Record::from(made.next());
+        let owner = there.and_then(|there| there.run);
+        world.stolen |= owner.is_some_and(|owner| next.run.is_some_and(|run| run != owner));
+        let arrow = |from: State| from == next.state || from.may_become(next.state);
+        world.wrong_arrow |= there.is_some_and(|there| !arrow(there.state));
         world.table[id] = Some(next);
-        if fresh {
+        if made.next().updated_at == NOW {
             let machine = &mut world.machines[id];
             machine.age = Age::Fresh;
             // What was said before this move does not count.

@@ -95,18 +95,32 @@ pub struct Claim {
     pub order: Order,
 }
 
+/// A function of `paddock_record::transition`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Change {
+    /// For this claim, as the next.
+    Launch(usize),
+    Claim(usize),
+    Seal,
+    Start,
+    Release,
+    WarmUp,
+    MakeIdle,
+    Renew,
+    Pool,
+    Terminate,
+    RunnerGone,
+}
+
 /// One request that changes something outside the operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Write {
-    /// The conditional write of a record; `fresh` when it brings a new threshold.
-    Advance {
+    /// The conditional write of a record that was seen so; none when it is the first.
+    Apply {
         id: usize,
-        seen: Record,
-        next: Record,
-        fresh: bool,
+        seen: Option<Record>,
+        change: Change,
     },
-    /// The first record of an instance, for a claim, unless it has one.
-    Enter(usize, usize),
     /// `CreateFleet` for a claim's order.
     Fleet(usize, u32),
     Terminate(usize),
@@ -229,8 +243,8 @@ impl World {
             }
         }
         let void = match self.late {
-            Some(Write::Advance { id, .. }) => self.table[id].is_none_or(|there| !there.is_live()),
-            Some(Write::Enter(id, _)) => self.table[id].is_some(),
+            Some(Write::Apply { id, seen: Some(_), .. }) => self.table[id].is_none_or(|there| !there.is_live()),
+            Some(Write::Apply { id, seen: None, .. }) => self.table[id].is_some(),
             Some(Write::Status(claim, ..)) => self.claims[claim].is_none(),
             _ => false,
         };

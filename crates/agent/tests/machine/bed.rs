@@ -1,0 +1,341 @@
+//! Machines for the agent to run on: each a PID namespace with files, a metadata service and a `shutdown` of its own,
+//! next to one real DynamoDB and one simulated GitHub.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use aws_sdk_dynamodb::{
+    Client,
+    config::{BehaviorVersion, Credentials, Region},
+    types::{AttributeDefinition, AttributeValue, BillingMode, KeySchemaElement, KeyType, ScalarAttributeType},
+};
+use axum::{
+    Router,
+    http::StatusCode,
+    routing::{get, put},
+};
+use jiff::{SignedDuration, Timestamp};
+use nix::{
+    sys::signal::{Signal as UnixSignal, kill},
+    unistd::Pid,
+};
+use paddock_bed_github::{GitHub, Options, runner::write_runner_dir};
+use paddock_bed_process::{Process, emulator::Emulator, wait::Wait, write_program};
+use paddock_record::{
+    AgentConfig, Heartbeat, Instance, PublicKey, Signal, State, WorkerSignal, attribute, entity, key, stamp,
+};
+
+/// Nothing here takes this long, on a slow machine either; what does has failed.
+const DEADLINE: Duration = Duration::from_secs(180);
+const OWNER: &str = "acme";
+
+pub struct Bed {
+    pub github: GitHub,
+    /// Dropped before its directory.
+    emulator: Emulator,
+    dir: tempfile::TempDir,
+    dynamodb: Client,
+    github_token: String,
+    /// Every token that GitHub gave out.
+    tokens: Mutex<Vec<String>>,
+    machines: AtomicU32,
+}
+
+/// What a test may want otherwise.
+pub struct Setup {
+    pub script: &'static str,
+    pub scrub: Option<&'static str>,
+    /// How long ago the agent first started here, and its time to be created; none: it has never run.
+    pub age: Option<(Duration, Duration)>,
+    pub table: bool,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self { script: "", scrub: None, age: None, table: true }
+    }
+}
+
+pub struct Machine<'a> {
+    bed: &'a Bed,
+    pub id: String,
+    table: String,
+    root: PathBuf,
+    spot_notice: Arc<AtomicBool>,
+    process: Process,
+}
+
+impl Bed {
+    pub async fn start() -> Result<Self> {
+        let dir = tempfile::tempdir()?;
+        let http = reqwest::Client::builder().no_proxy().timeout(DEADLINE).build()?;
+        let emulator = Emulator::dynamodb(dir.path(), &http).await?;
+        let config = aws_sdk_dynamodb::Config::builder()
+            .behavior_version(BehaviorVersion::latest())
+            .endpoint_url(&emulator.url)
+            .region(Region::new("us-east-1"))
+            .credentials_provider(Credentials::new("AKIABED", "bed", None, None, "bed"))
+            .build();
+        let github = GitHub::start(Options::default()).await?;
+        github.organization(OWNER);
+        github.repository(OWNER, "app", true)?;
+        Ok(Self {
+            github_token: github.personal_token(&[OWNER]),
+            github,
+            tokens: Mutex::default(),
+            dir,
+            dynamodb: Client::from_conf(config),
+            emulator,
+            machines: AtomicU32::new(1),
+        })
+    }
+
+    /// Boots a machine, on which the agent runs and is started again whenever it ends.
+    pub async fn boot(&self, setup: Setup) -> Result<Machine<'_>> {
+        let number = self.machines.fetch_add(1, Ordering::Relaxed);
+        let (id, table) = (format!("i-{number:017x}"), format!("paddock-{number}"));
+        let root = self.dir.path().join(&id);
+        let [bin, state, logs] = ["bin", "var/lib/paddock", "log"].map(|below| root.join(below));
+        for dir in [&bin, &state] {
+            fs::create_dir_all(dir)?;
+        }
+        let own = std::env::current_exe()?;
+        write_runner_dir(&root.join("opt/actions-runner"), &[&own.to_string_lossy(), "stand-in"])?;
+        let shutdown = format!("#!/bin/sh\necho \"$*\" >>'{}/shutdown'\n", root.display());
+        write_program(&bin.join("shutdown"), &shutdown)?;
+
+        let lifetime = setup.age.map_or(Duration::from_secs(600), |(_, lifetime)| lifetime);
+        let config = AgentConfig {
+            table: table.clone(),
+            pre_runner_script: setup.script.to_owned(),
+            scrub_script: setup.scrub.map(str::to_owned),
+            heartbeat_seconds: 1,
+            ..AgentConfig::new("bed", "ci/linux", lifetime)
+        };
+        fs::write(state.join("config.json"), serde_json::to_vec(&config)?)?;
+        if let Some((age, _)) = setup.age {
+            fs::write(state.join("key"), [7; 32])?;
+            fs::File::options()
+                .write(true)
+                .open(state.join("key"))?
+                .set_modified(std::time::SystemTime::now() - age)?;
+        }
+
+        let spot_notice = Arc::new(AtomicBool::new(false));
+        let metadata = metadata(id.clone(), spot_notice.clone()).await?;
+        let mut command = Command::new("unshare");
+        if !nix::unistd::geteuid().is_root() {
+            command.args(["--user", "--map-root-user"]);
+        }
+        command.args(["--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]);
+        command.arg("while :; do \"$0\" --config var/lib/paddock/config.json; echo $? >>exits; sleep 0.1; done");
+        command.arg(env!("CARGO_BIN_EXE_paddock-agent")).current_dir(&root).env_clear();
+        command.env("PATH", format!("{}:{}", bin.display(), std::env::var("PATH")?));
+        command.env("HOME", &root).env("PADDOCK_ROOT", &root).env("PADDOCK_LOG_FORMAT", "json");
+        command.env("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata).env("AWS_ENDPOINT_URL_DYNAMODB", &self.emulator.url);
+        let process = Process::spawn("machine", command, &logs)?;
+        let machine = Machine { bed: self, id, table, root, spot_notice, process };
+        if setup.table {
+            machine.create_table().await?;
+        }
+        Ok(machine)
+    }
+
+    pub fn github_url(&self) -> String {
+        format!("{}/{OWNER}", self.github.html_url())
+    }
+
+    /// A `registration-token` or `remove-token`.
+    pub async fn token(&self, kind: &str) -> Result<String> {
+        let url = format!("{}/orgs/{OWNER}/actions/runners/{kind}", self.github.api_url());
+        let answer = reqwest::Client::new().post(url).bearer_auth(&self.github_token).header("user-agent", "bed");
+        let answer: serde_json::Value = answer.send().await?.error_for_status()?.json().await?;
+        let token = answer["token"].as_str().context("GitHub answers without a token")?.to_owned();
+        self.tokens.lock().unwrap().push(token.clone());
+        Ok(token)
+    }
+}
+
+impl Machine<'_> {
+    pub async fn create_table(&self) -> Result<()> {
+        let mut create =
+            self.bed.dynamodb.create_table().table_name(&self.table).billing_mode(BillingMode::PayPerRequest);
+        for (name, kind) in [(attribute::PK, KeyType::Hash), (attribute::SK, KeyType::Range)] {
+            let definition = AttributeDefinition::builder().attribute_name(name);
+            create = create
+                .attribute_definitions(definition.attribute_type(ScalarAttributeType::S).build()?)
+                .key_schema(KeySchemaElement::builder().attribute_name(name).key_type(kind).build()?);
+        }
+        match create.send().await {
+            // A call that the SDK repeats finds what its first attempt made.
+            Err(error) if error.as_service_error().is_some_and(|error| error.is_resource_in_use_exception()) => Ok(()),
+            made => Ok(made.map(drop)?),
+        }
+    }
+
+    /// Writes the record as the operator does; its threshold lies so far ahead.
+    pub async fn record(&self, state: State, run: &str, sealed: &str, threshold: SignedDuration) -> Result<()> {
+        let mut item = key(entity::INSTANCE, &self.id);
+        let texts = [
+            (attribute::STATE, state.to_string()),
+            (attribute::RUN_ID, run.to_owned()),
+            (attribute::THRESHOLD, stamp(Timestamp::now() + threshold)),
+            (attribute::SEALED, sealed.to_owned()),
+            (attribute::GITHUB_URL, self.bed.github_url()),
+        ];
+        item.extend(texts.map(|(name, text)| (name.to_owned(), AttributeValue::S(text))));
+        Instance::from_item(&item)?;
+        self.bed.dynamodb.put_item().table_name(&self.table).set_item(Some(item)).send().await?;
+        Ok(())
+    }
+
+    /// Gives the machine to a run, with a token sealed to its own key.
+    pub async fn claim(&self, run: &str) -> Result<()> {
+        let sealed = self.public_key().await?.seal(&self.bed.token("registration-token").await?);
+        self.record(State::Claimed, run, &sealed, SignedDuration::from_mins(5)).await
+    }
+
+    pub async fn release(&self) -> Result<()> {
+        let sealed = self.public_key().await?.seal(&self.bed.token("remove-token").await?);
+        self.record(State::Idle, "", &sealed, SignedDuration::from_mins(7)).await
+    }
+
+    async fn read(&self, entity: &str) -> Result<Option<std::collections::HashMap<String, AttributeValue>>> {
+        let get = self.bed.dynamodb.get_item().table_name(&self.table).consistent_read(true);
+        Ok(get.set_key(Some(key(entity, &self.id))).send().await?.item)
+    }
+
+    pub async fn heartbeat(&self) -> Result<Heartbeat> {
+        self.until("a heartbeat", async || {
+            Ok(self.read(entity::HEARTBEAT).await?.map(|item| Heartbeat::from_item(&item)).transpose()?)
+        })
+        .await
+    }
+
+    pub async fn public_key(&self) -> Result<PublicKey> {
+        self.heartbeat().await?.public_key.context("the heartbeat brings the public key")
+    }
+
+    pub async fn signal(&self) -> Result<Option<WorkerSignal>> {
+        Ok(self.read(entity::SIGNAL).await?.map(|item| WorkerSignal::from_item(&item)).transpose()?)
+    }
+
+    pub async fn says(&self, signal: Signal, run: &str) -> Result<()> {
+        self.until(&format!("{signal} for {run:?}"), async || {
+            Ok(self.signal().await?.filter(|said| said.signal == signal && said.run_id == run).map(drop))
+        })
+        .await
+    }
+
+    /// Waits until a look finds something; the error shows the last signal and the agent's log.
+    pub async fn until<T>(&self, what: &str, look: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
+        match Wait::at_most(DEADLINE).until(what, look).await {
+            Err(error) => bail!("{error:#}; last signal {:?}; the agent:\n{}", self.signal().await.ok(), self.log()),
+            found => found,
+        }
+    }
+
+    pub async fn until_true(&self, what: &str, look: impl Fn() -> bool) -> Result<()> {
+        self.until(what, async || Ok(look().then_some(()))).await
+    }
+
+    pub fn file(&self, below: &str) -> String {
+        fs::read_to_string(self.root.join(below)).unwrap_or_default()
+    }
+
+    pub fn path(&self, below: &str) -> PathBuf {
+        self.root.join(below)
+    }
+
+    /// Whether `shutdown` was called as it should be: once, and again for as long as the machine stays up.
+    pub fn shut_down(&self) -> bool {
+        let calls = self.file("shutdown");
+        !calls.is_empty() && calls.lines().all(|call| call == "-h now")
+    }
+
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.process.log()).unwrap_or_default()
+    }
+
+    /// Whether any token lies in a file of the machine, its logs among them.
+    pub fn holds_a_token(&self) -> bool {
+        let mut grep = Command::new("grep");
+        grep.args(["--recursive", "--quiet", "--fixed-strings", "--text"]);
+        for token in self.bed.tokens.lock().unwrap().iter() {
+            grep.args(["-e", token]);
+        }
+        grep.arg(&self.root).status().is_ok_and(|status| status.code() == Some(0))
+    }
+
+    /// Waits until the runner says in its log that it has a job; before, the agent cannot know that it is busy.
+    pub async fn works(&self) -> Result<()> {
+        let says_so = || self.file("var/log/paddock-runner.log").contains("Running job");
+        self.until_true("the job in the runner's log", says_so).await
+    }
+
+    pub fn interrupt_spot(&self) {
+        self.spot_notice.store(true, Ordering::Relaxed);
+    }
+
+    /// Signals the one process of this machine that runs the program with that last argument.
+    pub async fn kill(&self, program: &Path, last: &str, signal: UnixSignal) -> Result<()> {
+        let root = format!("PADDOCK_ROOT={}", self.root.display());
+        let home = format!("HOME={}", self.root.display());
+        let is_it = |pid: &i32| {
+            let read = |name: &str| fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+            let mut args = read("cmdline");
+            let (environment, has) = (read("environ"), |line: &str, all: &[u8]| {
+                all.split(|byte| *byte == 0).any(|own| own == line.as_bytes())
+            });
+            args.pop();
+            fs::read_link(format!("/proc/{pid}/exe")).is_ok_and(|exe| exe == program)
+                && args.ends_with(last.as_bytes())
+                && (has(&root, &environment) || has(&home, &environment))
+        };
+        let what = format!("one process that runs {} … {last}", program.display());
+        // For a moment there are two: a child is a copy of its parent until it has become another program.
+        let found = self.until(&what, async || {
+            let all = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
+            let found: Vec<i32> = all.filter(|pid| is_it(pid)).collect();
+            Ok((found.len() == 1).then(|| found[0]))
+        });
+        Ok(kill(Pid::from_raw(found.await?), signal)?)
+    }
+
+    pub async fn kill_agent(&self, signal: UnixSignal) -> Result<()> {
+        self.kill(Path::new(env!("CARGO_BIN_EXE_paddock-agent")), "config.json", signal).await
+    }
+}
+
+/// Serves what the agent asks of EC2's metadata service, credentials included.
+async fn metadata(id: String, spot_notice: Arc<AtomicBool>) -> Result<String> {
+    const CREDENTIALS: &str = r#"{"Code":"Success","Type":"AWS-HMAC","AccessKeyId":"AKIABED","SecretAccessKey":"bed",
+        "Token":"session","Expiration":"2100-01-01T00:00:00Z","LastUpdated":"2025-01-01T00:00:00Z"}"#;
+    let spot = move || async move {
+        match spot_notice.load(Ordering::Relaxed) {
+            true => Ok(r#"{"action":"terminate","time":"2025-05-31T12:02:00Z"}"#),
+            false => Err(StatusCode::NOT_FOUND),
+        }
+    };
+    let token = || async { ([("x-aws-ec2-metadata-token-ttl-seconds", "21600")], "metadata-token") };
+    let router = Router::new()
+        .route("/latest/api/token", put(token))
+        .route("/latest/meta-data/instance-id", get(move || async { id }))
+        .route("/latest/meta-data/placement/region", get(|| async { "us-east-1" }))
+        .route("/latest/meta-data/iam/security-credentials/", get(|| async { "role" }))
+        .route("/latest/meta-data/iam/security-credentials/role", get(|| async { CREDENTIALS }))
+        .route("/latest/meta-data/spot/instance-action", get(spot));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+    let url = format!("http://{}", listener.local_addr()?);
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    Ok(url)
+}

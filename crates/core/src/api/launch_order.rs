@@ -1,0 +1,54 @@
+//! `status.fleet` of claims and pools: what EC2 was asked for.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::{common::UsageClass, pool::LaunchTemplate};
+
+/// An order for new machines.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct LaunchOrder {
+    /// Makes the order idempotent at EC2, whoever sends it again.
+    #[schemars(length(max = 64))]
+    pub client_token: String,
+    /// Which order this is, from 1: a fallback or retry of a claim is a new one.
+    pub attempt: u32,
+    /// How many machines were ordered.
+    pub requested: u32,
+    /// How they are paid for, which a fallback may have changed.
+    pub usage_class: UsageClass,
+    /// When the order was written down.
+    pub ordered_at: Time,
+    /// The launch template, and all the rest that EC2 was asked for: a repeated order must be the same in every point,
+    /// whatever became of the pool meanwhile.
+    #[serde(default)]
+    pub launch_template: LaunchTemplate,
+    /// The subnets: those that were not known to be out of capacity.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16), inner(length(max = 24)), extend("x-kubernetes-list-type" = "set"))]
+    pub subnet_ids: Vec<String>,
+    /// The resource class that they are made for.
+    #[serde(default)]
+    #[schemars(length(max = 63))]
+    pub resource_class: String,
+    /// The least number of vCPUs.
+    #[serde(default)]
+    pub cpu: u32,
+    /// The least memory in MiB.
+    #[serde(default, rename = "memoryMiB")]
+    pub memory_mib: u32,
+    /// Instance types that will do.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64), inner(length(max = 30)), extend("x-kubernetes-list-type" = "set"))]
+    pub allowed_instance_types: Vec<String>,
+    /// The fleet, once EC2 has answered.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 128))]
+    pub fleet_id: Option<String>,
+    /// The machines that EC2 gave.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 256), inner(length(max = 64)), extend("x-kubernetes-list-type" = "set"))]
+    pub instance_ids: Vec<String>,
+}

@@ -1,0 +1,348 @@
+//! The next action of a claim on an EC2 pool.
+
+use std::{
+    ops::ControlFlow::{self, Break, Continue},
+    time::Duration,
+};
+
+use jiff::Timestamp;
+use paddock_record::State;
+
+use super::{
+    capacity_memory::CapacityMemory,
+    claim_order::{first_order, ordered},
+    launch_error::Cause,
+    machine::{Machine, MachineCheck, check},
+    requirements::Requirements,
+};
+use crate::{
+    api::{
+        ClaimPhase, ClaimReason, Ec2Pool, FINALIZER, FailureReason, LaunchOrder, LaunchTemplate, READY, RunnerClaim,
+        RunnerClaimSpec, RunnerClaimStatus, RunnerPool,
+    },
+    demand::schedule::Wait,
+    next::Next,
+};
+
+/// Agents that answer cause an event; agents that stay silent do not, so a claim checks its timeouts this often.
+pub const AGENT_CHECK_PERIOD: Duration = Duration::from_secs(1);
+/// How long a claim waits for something outside to change: a full pool, an outage.
+const RETRY_PERIOD: Duration = Duration::from_secs(5);
+/// The longest wait for a known time; a pool notifies its claims of machines that become free before.
+const RETRY_PERIOD_MAX: Duration = Duration::from_secs(30);
+/// How soon a claim is looked at again after a stale write; its watch event mostly comes first.
+pub const CONFLICT_RETRY: Duration = Duration::from_millis(200);
+
+/// What is known about a claim when its next action is chosen.
+pub struct ClaimFacts<'a> {
+    pub claim: &'a RunnerClaim,
+    /// The claim's status so far, which may be ahead of the one that was written.
+    pub status: &'a RunnerClaimStatus,
+    pub pool: PoolView<'a>,
+    /// The instances whose records name this claim, those that ended included.
+    pub machines: &'a [Machine],
+    pub launch: LaunchOptions<'a>,
+    /// The pool has nothing more that fits.
+    pub pool_exhausted: bool,
+    pub run_completed: bool,
+    /// What came of the action before, in the same reconciliation.
+    pub last: &'a Applied,
+}
+
+/// The pool as the claim needs it.
+pub enum PoolView<'a> {
+    Missing,
+    /// It is being deleted, and the claim holds nothing of it.
+    Deleting,
+    /// It does not have the claim's resource class.
+    NoSuchClass,
+    /// Its queue or its launch template is missing, for this reason.
+    NotReady(String),
+    Ready(Supply<'a>),
+}
+
+/// What a claim is served from.
+pub struct Supply<'a> {
+    pub spec: &'a Ec2Pool,
+    pub needs: Requirements,
+    /// The queue of idle machines of the wanted class.
+    pub queue: &'a str,
+    pub template: &'a LaunchTemplate,
+}
+
+/// What limits new machines.
+pub struct LaunchOptions<'a> {
+    /// Machines of the pool that exist or are being launched.
+    pub live: u32,
+    pub capacity: &'a CapacityMemory,
+}
+
+pub type Ids = Vec<String>;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FailedMachine {
+    pub id: String,
+    pub reason: FailureReason,
+    pub message: String,
+}
+
+/// What to do now. Everything in one action may be done at once; the next action follows from what came of it.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ClaimAction {
+    Nothing,
+    /// Report what the claim waits for.
+    Wait(Wait),
+    /// Take up to this many from the pool.
+    Select(u32),
+    /// Write the order down: the intent before the effect, so that a new leader sends the same order.
+    PlaceOrder(Box<LaunchOrder>),
+    /// Have EC2 carry out the order that was written down.
+    SendOrder(Box<LaunchOrder>),
+    /// Terminate the few machines that the last order got, for this reason, and place another order.
+    FallBack {
+        order: Box<LaunchOrder>,
+        terminate: Ids,
+        message: String,
+    },
+    /// Give these the token that they wait for.
+    Seal(Ids),
+    /// Terminate these, so that others take their place.
+    Replace(Vec<FailedMachine>),
+    /// Wait for the agents to register.
+    AwaitAgents,
+    /// All are registered: start them together.
+    Start(Ids),
+    /// All are running: the claim is Ready.
+    Serve,
+    /// The claim is Ready: report what is left of it.
+    Watch,
+    /// Return machines that the claim does not need.
+    Return(Ids),
+    /// Report that everything is about to be returned, so that a new leader goes on with it.
+    Release(String),
+    /// Return everything, then end the claim.
+    Finish(ClaimPhase, ClaimReason, String),
+    /// Return what a claim that is over still holds.
+    Settle,
+    /// Return everything, then let the deleted claim go.
+    Finalize,
+}
+
+/// What came of an action.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Applied {
+    /// Nothing yet: the action is about to be carried out.
+    #[default]
+    UnderWay,
+    Done,
+    /// What the action waits for is not there yet.
+    Incomplete,
+    Selected {
+        exhausted: bool,
+    },
+    /// Another claim took the room under `maxInstances`.
+    NoRoom,
+    /// EC2 launched all that were ordered.
+    Launched {
+        fleet_id: String,
+        instance_ids: Ids,
+    },
+    /// EC2 launched less than was ordered.
+    Short {
+        launched: Ids,
+        causes: Vec<Cause>,
+    },
+    /// The order's launch template does not exist, so nothing was launched.
+    TemplateGone(String),
+    /// EC2 does not accept the order.
+    Refused(String),
+    /// GitHub or AWS cannot be used now.
+    Unavailable(ClaimReason, String),
+}
+
+impl<'a> PoolView<'a> {
+    pub fn of(claim: &RunnerClaimSpec, pool: Option<&'a RunnerPool>, holds_machines: bool) -> Self {
+        let Some((pool, spec)) = pool.and_then(|pool| Some((pool, pool.spec.ec2.as_ref()?))) else {
+            return Self::Missing;
+        };
+        if pool.metadata.deletion_timestamp.is_some() && !holds_machines {
+            return Self::Deleting;
+        }
+        let Some(needs) = Requirements::of(claim, spec) else { return Self::NoSuchClass };
+        let status = pool.status.as_ref();
+        let queue = status.and_then(|status| status.queues.iter().find(|q| q.resource_class == needs.resource_class));
+        match (queue, status.and_then(|status| status.launch_template.as_ref())) {
+            (Some(queue), Some(template)) => Self::Ready(Supply { spec, needs, queue: &queue.url, template }),
+            (None, _) | (_, None) => {
+                let ready = status.and_then(|status| status.conditions.iter().find(|known| known.type_ == READY));
+                Self::NotReady(ready.map_or("it is being prepared".into(), |condition| condition.message.clone()))
+            }
+        }
+    }
+
+    pub const fn supply(&self) -> Option<&Supply<'a>> {
+        match self {
+            Self::Ready(supply) => Some(supply),
+            Self::Missing | Self::Deleting | Self::NoSuchClass | Self::NotReady(_) => None,
+        }
+    }
+}
+
+impl ClaimFacts<'_> {
+    /// The machines that the claim holds.
+    pub fn held(&self) -> impl Iterator<Item = &Machine> {
+        self.machines.iter().filter(|tracked| tracked.record.state != State::Terminated)
+    }
+}
+
+pub fn decide(facts: &ClaimFacts, now: Timestamp) -> ClaimAction {
+    use ClaimPhase::{Claiming, Completed, Creating, Failed, Pending, Ready, Releasing, Validating};
+    let metadata = &facts.claim.metadata;
+    let finalizer = metadata.finalizers.iter().flatten().any(|finalizer| finalizer == FINALIZER);
+    let deleted = metadata.deletion_timestamp.is_some();
+    match (deleted, &facts.pool, facts.status.phase.unwrap_or_default()) {
+        (true, _, _) if !finalizer => ClaimAction::Nothing,
+        // A pool is not deleted while claims hold its machines, so nothing is left to return.
+        (true, PoolView::Missing, _) | (true, _, Releasing) => ClaimAction::Finalize,
+        (true, _, Pending | Claiming | Creating | Validating | Ready | Completed | Failed) => {
+            ClaimAction::Release("returning the machines to the pool".into())
+        }
+        (false, PoolView::Missing, _) => {
+            let (namespace, name) = (metadata.namespace.as_deref(), facts.claim.spec.pool.as_deref());
+            let (namespace, name) = (namespace.unwrap_or_default(), name.unwrap_or_default());
+            let message = format!("no RunnerPool {name} in namespace {namespace}: apply it, and the claim goes on");
+            wait(ClaimReason::PoolNotFound, message)
+        }
+        (false, _, Completed | Failed) => ClaimAction::Settle,
+        (false, _, Releasing) => {
+            let message = "its workflow run is completed, and its machines are returned";
+            ClaimAction::Finish(Completed, ClaimReason::Completed, message.into())
+        }
+        (false, _, Pending | Claiming | Creating | Validating | Ready) if facts.run_completed => {
+            ClaimAction::Release("its workflow run is completed: returning the machines to the pool".into())
+        }
+        (false, _, Ready) => watch(facts),
+        (false, PoolView::Deleting, Pending | Claiming | Creating | Validating) => {
+            let message = "the pool is being deleted: delete the claim and choose another pool";
+            wait(ClaimReason::PoolNotReady, message.into())
+        }
+        (false, PoolView::NoSuchClass, Pending | Claiming | Creating | Validating) => {
+            let class = facts.claim.spec.resource_class.as_deref().unwrap_or_default();
+            let message = format!("the pool has no resource class {class:?}: delete the claim and choose one it has");
+            ClaimAction::Finish(Failed, ClaimReason::InvalidSpec, message)
+        }
+        (false, PoolView::NotReady(why), Pending | Claiming | Creating | Validating) => {
+            wait(ClaimReason::PoolNotReady, format!("the pool is not ready: {why}"))
+        }
+        (false, PoolView::Ready(supply), Pending | Claiming | Creating | Validating) => match &facts.status.fleet {
+            // An order on its way when the operator stopped comes first: its machines may exist.
+            Some(order) if order.instance_ids.is_empty() => ordered(facts, supply, order, now),
+            Some(_) | None => acquire(facts, supply, now),
+        },
+    }
+}
+
+pub(super) fn wait(reason: ClaimReason, message: String) -> ClaimAction {
+    ClaimAction::Wait(Wait { reason, message, retry_at: None })
+}
+
+/// A Ready claim returns its surplus once, then reports.
+fn watch(facts: &ClaimFacts) -> ClaimAction {
+    let spare = surplus(facts.machines, facts.claim.spec.count, true);
+    let tried = *facts.last == Applied::Done;
+    if spare.is_empty() || tried { ClaimAction::Watch } else { ClaimAction::Return(spare) }
+}
+
+/// From no machines to all of them running.
+fn acquire(facts: &ClaimFacts, supply: &Supply, now: Timestamp) -> ClaimAction {
+    let count = facts.claim.spec.count;
+    let spare = surplus(facts.machines, count, false);
+    if !spare.is_empty() {
+        return ClaimAction::Return(spare);
+    }
+    let checks: Vec<_> =
+        facts.held().map(|tracked| (&tracked.record, check(tracked, &supply.spec.timeouts, now))).collect();
+    let ids = |wanted: fn(&MachineCheck) -> bool| -> Ids {
+        let those = checks.iter().filter(|(_, check)| wanted(check));
+        those.map(|(record, _)| record.instance_id.clone()).collect()
+    };
+    let mut failed = Vec::new();
+    for (record, check) in &checks {
+        match (check, record.state) {
+            // A machine of the pool is replaced by another one; one that was launched for this claim fails it.
+            (MachineCheck::Failed(_, message), State::Created) => {
+                let message = format!("{}: {message}", record.instance_id);
+                return ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::ValidationFailed, message);
+            }
+            (MachineCheck::Failed(reason, message), _) => {
+                let (id, reason, message) = (record.instance_id.clone(), *reason, message.clone());
+                failed.push(FailedMachine { id, reason, message });
+            }
+            (MachineCheck::Waiting | MachineCheck::NeedsToken | MachineCheck::Confirmed | MachineCheck::Working, _) => {
+            }
+        }
+    }
+    let missing = count.saturating_sub((checks.len() - failed.len()) as u32);
+    let unsealed = ids(|check| matches!(check, MachineCheck::NeedsToken));
+    let confirmed = ids(|check| matches!(check, MachineCheck::Confirmed));
+    let working = ids(|check| matches!(check, MachineCheck::Working)).len() as u32;
+    if !failed.is_empty() {
+        if unsealed.is_empty() { ClaimAction::Replace(failed) } else { ClaimAction::Seal(unsealed) }
+    } else if missing == 0 && working == count {
+        ClaimAction::Serve
+    } else if missing == 0 && working + confirmed.len() as u32 == count {
+        ClaimAction::Start(confirmed)
+    } else if missing == 0 {
+        if unsealed.is_empty() { ClaimAction::AwaitAgents } else { ClaimAction::Seal(unsealed) }
+    } else if facts.status.fleet.is_some() {
+        let message = format!("{missing} of {count} created machines were lost before they were ready");
+        ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::WorkerLost, message)
+    } else if facts.pool_exhausted {
+        first_order(facts, supply, missing, now)
+    } else {
+        ClaimAction::Select(missing)
+    }
+}
+
+/// What a claim holds and does not need: more than its count, as after a write of a former leader came late, and once it
+/// is Ready all that is not running. Machines of the pool go first, because they can go back to it.
+pub fn surplus(held: &[Machine], count: u32, ready: bool) -> Ids {
+    let live = held.iter().filter(|tracked| tracked.record.state != State::Terminated);
+    let (working, mut spare): (Vec<_>, Vec<_>) = live.partition(|tracked| tracked.record.state == State::Running);
+    let needed = if ready { 0 } else { (count as usize).saturating_sub(working.len()) };
+    spare.sort_by_key(|tracked| tracked.record.state != State::Claimed);
+    let excess = spare.len().saturating_sub(needed);
+    spare.into_iter().take(excess).map(|tracked| tracked.record.instance_id.clone()).collect()
+}
+
+/// Whether the status is written after an action, and whether the next action follows in the same reconciliation. A status that the next action
+/// replaces at once is not worth a write.
+pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, ControlFlow<Next>) {
+    use ClaimAction::{
+        AwaitAgents, FallBack, Finalize, Finish, Nothing, PlaceOrder, Release, Replace, Return, Seal, Select,
+        SendOrder, Serve, Settle, Start, Wait, Watch,
+    };
+    match (action, applied) {
+        (_, Applied::Unavailable(..)) => (true, Break(Next::After(RETRY_PERIOD))),
+        (Nothing, _) => (false, Break(Next::AwaitChange)),
+        (Wait(wait), _) => (true, Break(Next::After(wait.retry_at.map_or(RETRY_PERIOD, |until| time_to(until, now))))),
+        (AwaitAgents, Applied::Incomplete) => (true, Break(Next::After(AGENT_CHECK_PERIOD))),
+        (Finish(..) | Settle | Finalize, Applied::Incomplete) => (false, Break(Next::After(AGENT_CHECK_PERIOD))),
+        (PlaceOrder(_), Applied::NoRoom) => (false, Continue(())),
+        (SendOrder(_), applied) => (matches!(applied, Applied::Launched { .. }), Continue(())),
+        (PlaceOrder(_) | FallBack { .. } | Replace(_) | Release(_), _) => (true, Continue(())),
+        (Select(_) | Seal(_) | AwaitAgents | Start(_) | Return(_), _) => (false, Continue(())),
+        (Serve | Watch | Finish(..) | Settle, _) => (true, Break(Next::AwaitChange)),
+        // The claim may have changed since it was seen, and then still has its finalizer.
+        (Finalize, _) => (false, Break(Next::After(CONFLICT_RETRY))),
+    }
+}
+
+fn time_to(until: Timestamp, now: Timestamp) -> Duration {
+    let left = Duration::try_from(until.duration_since(now)).unwrap_or_default();
+    left.clamp(AGENT_CHECK_PERIOD, RETRY_PERIOD_MAX)
+}
+
+#[cfg(test)]
+#[path = "claim_tests.rs"]
+mod tests;

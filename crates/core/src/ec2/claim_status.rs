@@ -1,0 +1,209 @@
+//! The status of a claim on an EC2 pool.
+
+use jiff::Timestamp;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use paddock_record::{Instance, State};
+
+use super::{
+    claim::{Applied, ClaimAction, ClaimFacts},
+    machine::Machine,
+    worker_status::worker_state,
+};
+use crate::api::{
+    ClaimPhase, ClaimReason, ClaimWorker, FailureReason, PhaseTimes, READY, RunnerClaim, RunnerClaimStatus,
+    WorkerSource, ready_condition, set_condition,
+};
+
+/// The status that a reconciliation starts from.
+pub fn initial(claim: &RunnerClaim, now: Timestamp) -> RunnerClaimStatus {
+    let mut status = claim.status.clone().unwrap_or_default();
+    status.observed_generation = claim.metadata.generation;
+    if status.phase.is_none() {
+        status.enter(ClaimPhase::Pending, now);
+        status.set_progress(0, claim.spec.count);
+    }
+    status.pool = claim.spec.pool.clone();
+    status
+}
+
+/// The status while an action is carried out ([`Applied::UnderWay`]), and after it.
+pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: Timestamp) -> RunnerClaimStatus {
+    let mut status = facts.status.clone();
+    let count = facts.claim.spec.count;
+    let enter = |status: &mut RunnerClaimStatus, phase: ClaimPhase, reason: ClaimReason, message: &str| {
+        status.enter(phase, now);
+        status.retry_at = None;
+        let ready = phase == ClaimPhase::Ready;
+        let condition = ready_condition(ready, reason, message, facts.claim.metadata.generation, now);
+        set_condition(&mut status.conditions, condition);
+    };
+    match action {
+        ClaimAction::Select(missing) => {
+            let message = format!("looking for {missing} idle machines");
+            enter(&mut status, ClaimPhase::Claiming, ClaimReason::Claiming, &message);
+        }
+        ClaimAction::Seal(_) | ClaimAction::Replace(_) | ClaimAction::AwaitAgents => {
+            let message = format!("waiting for {} machines to register with GitHub", facts.held().count());
+            enter(&mut status, ClaimPhase::Validating, ClaimReason::Validating, &message);
+        }
+        ClaimAction::Nothing
+        | ClaimAction::Wait(_)
+        | ClaimAction::PlaceOrder(_)
+        | ClaimAction::SendOrder(_)
+        | ClaimAction::FallBack { .. }
+        | ClaimAction::Start(_)
+        | ClaimAction::Serve
+        | ClaimAction::Watch
+        | ClaimAction::Return(_)
+        | ClaimAction::Release(_)
+        | ClaimAction::Finish(..)
+        | ClaimAction::Settle
+        | ClaimAction::Finalize => {}
+    }
+    let phase = status.phase.unwrap_or_default();
+    match (action, applied) {
+        (_, Applied::UnderWay | Applied::Incomplete | Applied::NoRoom) => {}
+        (_, Applied::Unavailable(reason, message)) => enter(&mut status, phase, *reason, message),
+        (ClaimAction::Wait(wait), _) => {
+            enter(&mut status, phase, wait.reason, &wait.message);
+            let whole_second = |at: Timestamp| Timestamp::from_second(at.as_second()).unwrap_or(at);
+            status.retry_at = wait.retry_at.map(whole_second).map(Time);
+        }
+        (ClaimAction::PlaceOrder(order) | ClaimAction::FallBack { order, .. }, _) => {
+            let message = format!("creating {} {} machines", order.requested, order.usage_class.as_str());
+            enter(&mut status, ClaimPhase::Creating, ClaimReason::Creating, &message);
+            status.fleet = Some(order.clone());
+        }
+        (ClaimAction::SendOrder(_), Applied::Launched { fleet_id, instance_ids }) => {
+            if let Some(fleet) = &mut status.fleet {
+                fleet.fleet_id = Some(fleet_id.clone());
+                fleet.instance_ids = instance_ids.clone();
+            }
+        }
+        (ClaimAction::Serve, _) => {
+            list_workers(&mut status, facts);
+            let message = format!("{count} of {count} runners are registered for run {}", facts.claim.spec.run_id);
+            enter(&mut status, ClaimPhase::Ready, ClaimReason::Ready, &message);
+        }
+        (ClaimAction::Watch, _) => {
+            list_workers(&mut status, facts);
+            if let Some((phase, reason, message)) = losses(facts) {
+                enter(&mut status, phase, reason, &message);
+            }
+        }
+        (ClaimAction::Release(message), _) => {
+            enter(&mut status, ClaimPhase::Releasing, ClaimReason::Releasing, message);
+        }
+        (ClaimAction::Finish(phase, reason, message), _) => {
+            list_none(&mut status, count);
+            enter(&mut status, *phase, *reason, message);
+        }
+        (ClaimAction::Settle, _) => list_none(&mut status, count),
+        (
+            ClaimAction::Nothing
+            | ClaimAction::Select(_)
+            | ClaimAction::SendOrder(_)
+            | ClaimAction::Seal(_)
+            | ClaimAction::Replace(_)
+            | ClaimAction::AwaitAgents
+            | ClaimAction::Start(_)
+            | ClaimAction::Return(_)
+            | ClaimAction::Finalize,
+            _,
+        ) => {}
+    }
+    status
+}
+
+fn list_workers(status: &mut RunnerClaimStatus, facts: &ClaimFacts) {
+    let run = &facts.claim.spec.run_id;
+    let worker = |tracked: &Machine| ClaimWorker {
+        name: tracked.record.instance_id.clone(),
+        state: worker_state(tracked.record.state),
+        source: if tracked.record.initial_run_id == *run { WorkerSource::Created } else { WorkerSource::Pool },
+    };
+    status.workers = facts.held().map(worker).collect();
+    let running = facts.held().filter(|tracked| tracked.record.state == State::Running).count();
+    status.set_progress(running as u32, facts.claim.spec.count);
+}
+
+fn list_none(status: &mut RunnerClaimStatus, count: u32) {
+    status.workers.clear();
+    status.set_progress(0, count);
+}
+
+/// What a Ready claim became by the machines that it lost; nothing where it has all of them, or none is known to be lost.
+fn losses(facts: &ClaimFacts) -> Option<(ClaimPhase, ClaimReason, String)> {
+    let (held, count, lost) = (facts.held().count(), facts.claim.spec.count, lost(facts));
+    if held == 0 {
+        return Some(how_it_ended(&lost));
+    }
+    let message = || format!("{held} of {count} runners are left; lost: {}", in_words(&lost));
+    let some_lost = (held as u32) < count && !lost.is_empty();
+    some_lost.then(|| (ClaimPhase::Ready, ClaimReason::WorkerLost, message()))
+}
+
+/// The records of machines that this very claim had when it was Ready, and that ended since.
+fn lost<'a>(facts: &ClaimFacts<'a>) -> Vec<&'a Instance> {
+    let created = facts.claim.metadata.creation_timestamp.as_ref().map_or(Timestamp::MIN, |time| time.0);
+    let ready = facts.status.phase_times.ready.as_ref().map_or(created, |time| time.0);
+    let records = facts.machines.iter().map(|tracked| &tracked.record);
+    records.filter(|record| record.state == State::Terminated && record.updated_at >= ready).collect()
+}
+
+/// Why a claim that was Ready has no machines any more.
+fn how_it_ended(lost: &[&Instance]) -> (ClaimPhase, ClaimReason, String) {
+    let before_time: Vec<_> = lost
+        .iter()
+        .filter(|record| record.failure_reason != FailureReason::ThresholdPassed.as_str())
+        .copied()
+        .collect();
+    if lost.is_empty() {
+        let message = "its machines and their records are gone";
+        (ClaimPhase::Failed, ClaimReason::WorkerLost, message.into())
+    } else if before_time.is_empty() {
+        let message = "its machines have run for as long as they may (maxRuntime), and were terminated";
+        (ClaimPhase::Completed, ClaimReason::MaxRuntimeReached, message.into())
+    } else {
+        (ClaimPhase::Failed, ClaimReason::WorkerLost, in_words(&before_time))
+    }
+}
+
+fn in_words(lost: &[&Instance]) -> String {
+    let each = lost
+        .iter()
+        .map(|record| format!("{} ({}: {})", record.instance_id, record.failure_reason, record.failure_message));
+    each.collect::<Vec<_>>().join("; ")
+}
+
+/// What a claim that stays Ready says of lost machines, if it did not say so before.
+pub fn newly_lost<'a>(before: &RunnerClaimStatus, after: &'a RunnerClaimStatus) -> Option<&'a str> {
+    let ready = |status: &'a RunnerClaimStatus| status.conditions.iter().find(|known| known.type_ == READY);
+    let said = ready(after).filter(|known| known.reason == ClaimReason::WorkerLost.as_str())?;
+    let told = before.conditions.iter().any(|known| known.type_ == READY && known.message == said.message);
+    (after.phase == Some(ClaimPhase::Ready) && !told).then_some(said.message.as_str())
+}
+
+/// The first time that a claim entered a phase, as an event tells it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entered {
+    pub phase: ClaimPhase,
+    pub reason: String,
+    pub note: String,
+}
+
+/// The phases that were entered for the first time since `before`.
+pub fn entered(before: &PhaseTimes, status: &RunnerClaimStatus) -> Vec<Entered> {
+    let current = status.phase.unwrap_or_default();
+    let condition = status.conditions.iter().find(|known| known.type_ == READY);
+    let is_new = |phase: &ClaimPhase| before.of(*phase).is_none() && status.phase_times.of(*phase).is_some();
+    let event = |phase: ClaimPhase| match condition.filter(|_| phase == current) {
+        Some(condition) => Entered { phase, reason: condition.reason.clone(), note: condition.message.clone() },
+        None => Entered { phase, reason: phase.as_str().into(), note: phase.doing().into() },
+    };
+    ClaimPhase::ALL.into_iter().filter(is_new).map(event).collect()
+}
+
+#[cfg(test)]
+#[path = "claim_status_tests.rs"]
+mod tests;

@@ -1,0 +1,68 @@
+use paddock_record::KeyPair;
+
+use super::*;
+use crate::fixtures::ec2::{at, beat, pool, record, said, tracked};
+
+const RUN: &str = "7890";
+
+#[test]
+fn an_instance_that_registered_for_this_run_and_beats_is_confirmed() {
+    for state in [State::Created, State::Claimed] {
+        let mut it = tracked(record("i-1", state, RUN, at(0)));
+        it.report = AgentReport { heartbeat: Some(beat(at(3))), signal: Some(said(Signal::Registered, RUN)) };
+        assert_eq!(check(&it, &pool().timeouts, at(5)), MachineCheck::Confirmed, "{state}");
+    }
+}
+
+#[test]
+fn i1_a_registration_for_another_run_counts_for_nothing() {
+    let mut it = tracked(record("i-1", State::Claimed, RUN, at(0)));
+    it.report = AgentReport { heartbeat: Some(beat(at(3))), signal: Some(said(Signal::Registered, "1111")) };
+    it.record.sealed = "sealed".into();
+    assert_eq!(check(&it, &pool().timeouts, at(5)), MachineCheck::Waiting);
+    assert!(matches!(
+        check(&it, &pool().timeouts, at(11)),
+        MachineCheck::Failed(FailureReason::RegistrationTimeout, _)
+    ));
+}
+
+#[test]
+fn each_failed_check_has_its_reason() {
+    use FailureReason::*;
+    let silent = AgentReport::default();
+    let with = |signal, run| AgentReport { heartbeat: Some(beat(at(0))), signal: Some(said(signal, run)) };
+    for (state, report, seconds, reason) in [
+        (State::Claimed, silent.clone(), 11, RegistrationTimeout),
+        (State::Claimed, with(Signal::RegistrationFailed, RUN), 1, RegistrationFailed),
+        (State::Claimed, with(Signal::Registered, RUN), 16, HeartbeatStale),
+        (State::Created, silent.clone(), 181, ValidationTimeout),
+        (State::Created, with(Signal::ScriptFailed, RUN), 1, PreRunnerFailed),
+        (State::Created, with(Signal::RegistrationFailed, RUN), 1, RegistrationFailed),
+        (State::Idle, silent.clone(), 1, InstanceGone),
+        (State::Terminated, silent, 1, InstanceGone),
+    ] {
+        let it = Machine { report, ..tracked(record("i-1", state, RUN, at(0))) };
+        match check(&it, &pool().timeouts, at(seconds)) {
+            MachineCheck::Failed(found, message) => assert_eq!(found, reason, "{state} {message}"),
+            other => panic!("{state} after {seconds} s: {other:?}, not {reason:?}"),
+        }
+    }
+}
+
+#[test]
+fn a_created_instance_gets_its_token_once_its_key_is_known() {
+    let mut it = tracked(record("i-1", State::Created, RUN, at(0)));
+    assert_eq!(check(&it, &pool().timeouts, at(1)), MachineCheck::Waiting);
+    it.report.heartbeat = Some(Heartbeat { public_key: Some(KeyPair::generate().public()), ..beat(at(1)) });
+    assert_eq!(check(&it, &pool().timeouts, at(1)), MachineCheck::NeedsToken);
+    it.record.sealed = "sealed".into();
+    assert_eq!(check(&it, &pool().timeouts, at(1)), MachineCheck::Waiting);
+}
+
+#[test]
+fn an_idle_message_carries_what_claims_filter_by() {
+    let it = tracked(record("i-1", State::Idle, "", at(0)));
+    let message = it.idle_message();
+    assert_eq!((message.instance_id.as_str(), message.cpu, message.mem), ("i-1", 2, 4096));
+    assert_eq!(IdleMessage::read(&message.write(), at(1)), Ok(message));
+}

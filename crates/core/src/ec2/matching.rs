@@ -1,0 +1,103 @@
+//! Which message of an idle machine goes to which request, and when a queue has nothing more for one.
+
+use std::collections::HashMap;
+
+use jiff::Timestamp;
+use paddock_record::{Discard, IdleMessage, State};
+
+use super::{machine::Machine, requirements::Requirements};
+
+/// A pool that shows one id this often has nothing else to show.
+pub const SEEN_LIMIT: u32 = 5;
+/// One empty short poll is no proof: SQS asks only some of its servers.
+pub const EMPTY_POLLS: u32 = 3;
+
+/// What the ledger knows of a machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Availability {
+    Free,
+    /// It is idle but cannot be claimed yet: it still leaves its last run, or it is handed out.
+    Busy,
+    /// Its record says that it is not idle.
+    Taken,
+    /// There is no such machine in this pool.
+    Foreign,
+}
+
+impl Availability {
+    /// `machine`: what the ledger has of it, if it is of this pool.
+    pub fn of(machine: Option<&Machine>, now: Timestamp) -> Self {
+        match machine {
+            None => Self::Foreign,
+            Some(machine) if machine.record.state != State::Idle => Self::Taken,
+            Some(machine) if machine.is_claimable(now) => Self::Free,
+            Some(_) => Self::Busy,
+        }
+    }
+}
+
+/// What becomes of one message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Pickup {
+    /// To the request with this index.
+    Take(usize, IdleMessage),
+    /// Fits no request, or cannot be claimed yet: shown again after a while.
+    PutBack(IdleMessage),
+    Discard(Discard),
+}
+
+/// Matches a batch of messages against every waiting request before anything goes back: `open` is what each still
+/// wants, first come first served.
+pub fn pick(
+    bodies: &[String],
+    open: &mut [(Requirements, u32)],
+    known: impl Fn(&IdleMessage) -> Availability,
+    now: Timestamp,
+) -> Vec<Pickup> {
+    let decide = |body: &String| match IdleMessage::read(body, now) {
+        Err(discard) => Pickup::Discard(discard),
+        Ok(machine) => match known(&machine) {
+            Availability::Taken => Pickup::Discard(Discard::Taken),
+            Availability::Foreign => Pickup::Discard(Discard::Foreign),
+            Availability::Busy => Pickup::PutBack(machine),
+            Availability::Free => match assign(&machine, open) {
+                Some(index) => Pickup::Take(index, machine),
+                None => Pickup::PutBack(machine),
+            },
+        },
+    };
+    bodies.iter().map(decide).collect()
+}
+
+/// The first request that a machine fits; it wants one less from then on.
+pub fn assign(machine: &IdleMessage, open: &mut [(Requirements, u32)]) -> Option<usize> {
+    let (index, (_, left)) =
+        open.iter_mut().enumerate().find(|(_, (needs, left))| *left > 0 && needs.met_by(machine))?;
+    *left -= 1;
+    Some(index)
+}
+
+/// Whether a queue has nothing more for a request.
+#[derive(Debug, Default)]
+pub struct Exhaustion {
+    empty_polls: u32,
+    seen: HashMap<String, u32>,
+}
+
+impl Exhaustion {
+    /// Takes note of one poll: the ids that went back.
+    pub fn note<'a>(&mut self, received: usize, put_back: impl IntoIterator<Item = &'a str>) {
+        self.empty_polls = if received == 0 { self.empty_polls + 1 } else { 0 };
+        for id in put_back {
+            *self.seen.entry(id.to_owned()).or_default() += 1;
+        }
+    }
+
+    pub fn is_exhausted(&self) -> bool {
+        self.empty_polls >= EMPTY_POLLS || self.seen.values().any(|times| *times >= SEEN_LIMIT)
+    }
+}
+
+#[cfg(test)]
+#[path = "matching_tests.rs"]
+pub(super) mod tests;

@@ -1,0 +1,147 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::api::UsageClass;
+
+pub(in crate::ec2) const NOW: Timestamp = Timestamp::UNIX_EPOCH;
+
+pub(in crate::ec2) fn offer(id: &str, class: &str, kind: &str) -> IdleMessage {
+    IdleMessage {
+        instance_id: id.into(),
+        usage_class: "on-demand".into(),
+        instance_type: kind.into(),
+        cpu: 2,
+        mem: 4096,
+        resource_class: class.into(),
+        threshold: "2030-01-01T00:00:00Z".into(),
+    }
+}
+
+pub(in crate::ec2) fn needs(types: &str) -> Requirements {
+    Requirements {
+        usage_class: UsageClass::OnDemand,
+        resource_class: "medium".into(),
+        cpu: 2,
+        memory_mib: 4096,
+        allowed_instance_types: vec![types.into()],
+    }
+}
+
+#[test]
+fn a_batch_is_matched_against_all_who_wait_before_anything_goes_back() {
+    let bodies = [
+        offer("i-1", "medium", "m6i.large").write(),
+        "garbage".into(),
+        offer("i-2", "medium", "c6i.large").write(),
+        offer("i-3", "medium", "c6i.large").write(),
+    ];
+    let mut open = [(needs("c*"), 1), (needs("m*"), 1)];
+    let picks = pick(&bodies, &mut open, |_| Availability::Free, NOW);
+    assert!(matches!(&picks[0], Pickup::Take(1, offer) if offer.instance_id == "i-1"));
+    assert!(matches!(&picks[1], Pickup::Discard(Discard::Malformed(_))));
+    assert!(matches!(&picks[2], Pickup::Take(0, offer) if offer.instance_id == "i-2"));
+    assert!(matches!(&picks[3], Pickup::PutBack(offer) if offer.instance_id == "i-3"));
+    assert_eq!(open.map(|(_, left)| left), [0, 0]);
+}
+
+#[test]
+fn a_pool_is_exhausted_by_empty_polls_in_a_row_or_one_id_seen_too_often() {
+    let mut global = Exhaustion::default();
+    for received in [0, 0, 1, 0, 0] {
+        global.note(received, []);
+        assert!(!global.is_exhausted());
+    }
+    global.note(0, []);
+    assert!(global.is_exhausted());
+
+    let mut local = Exhaustion::default();
+    for _ in 1..SEEN_LIMIT {
+        local.note(1, ["i-1"]);
+    }
+    assert!(!local.is_exhausted());
+    local.note(1, ["i-1"]);
+    assert!(local.is_exhausted());
+}
+
+#[test]
+fn a_message_of_a_machine_that_nobody_can_have_goes_and_one_that_is_busy_waits() {
+    let bodies = ["i-free", "i-busy", "i-taken", "i-foreign"].map(|id| offer(id, "medium", "c6i.large").write());
+    let known = |offer: &IdleMessage| match offer.instance_id.as_str() {
+        "i-free" => Availability::Free,
+        "i-busy" => Availability::Busy,
+        "i-taken" => Availability::Taken,
+        _ => Availability::Foreign,
+    };
+    let picks = pick(&bodies, &mut [(needs("*"), 9)], known, NOW);
+    assert!(matches!(&picks[0], Pickup::Take(0, _)));
+    assert!(matches!(&picks[1], Pickup::PutBack(_)));
+    assert_eq!(picks[2..], [Pickup::Discard(Discard::Taken), Pickup::Discard(Discard::Foreign)]);
+}
+
+/// Offers that differ in all that a claim may ask for, some of them dead, some of machines that are not to be had.
+fn offers() -> impl Strategy<Value = Vec<(IdleMessage, Availability)>> {
+    let known = prop_oneof![6 => Just(Availability::Free), 1 => Just(Availability::Busy), 1 => Just(Availability::Taken), 1 => Just(Availability::Foreign)];
+    let parts = (any::<bool>(), 0..3usize, 1..4u32, 0..2usize, prop::bool::weighted(0.9), known);
+    let offer = |(spot, kind, cpu, class, alive, known): (bool, usize, u32, usize, bool, Availability)| {
+        let message = IdleMessage {
+            usage_class: if spot { "spot" } else { "on-demand" }.into(),
+            cpu,
+            threshold: if alive { "2030-01-01T00:00:00Z" } else { "1969-12-31T00:00:00Z" }.into(),
+            ..offer("", ["medium", "large"][class], ["c6i.large", "c6g.large", "m6i.large"][kind])
+        };
+        (message, known)
+    };
+    let numbered = |offers: Vec<(IdleMessage, Availability)>| {
+        let number = |(index, (offer, known))| (IdleMessage { instance_id: format!("i-{index}"), ..offer }, known);
+        offers.into_iter().enumerate().map(number).collect()
+    };
+    prop::collection::vec(parts.prop_map(offer), 0..30).prop_map(numbered)
+}
+
+fn requests() -> impl Strategy<Value = Vec<(Requirements, u32)>> {
+    let parts = (any::<bool>(), 0..4usize, 1..4u32, 0..5u32);
+    let request = |(spot, types, cpu, count): (bool, usize, u32, u32)| {
+        let usage_class = if spot { UsageClass::Spot } else { UsageClass::OnDemand };
+        (Requirements { usage_class, cpu, ..needs(["*", "c*", "m*", "*g.*"][types]) }, count)
+    };
+    prop::collection::vec(parts.prop_map(request), 0..6)
+}
+
+proptest! {
+    #[test]
+    fn any_body_is_taken_put_back_or_discarded_without_a_panic(bodies in proptest::collection::vec(".*", 0..8)) {
+        prop_assert_eq!(pick(&bodies, &mut [(needs("*"), 3)], |_| Availability::Free, NOW).len(), bodies.len());
+    }
+
+    /// Each message has one end; what is taken fits, in order of arrival, and nobody gets more than was asked for;
+    /// what goes back fits nobody who still waits; only the dead, the taken and the foreign are thrown away.
+    #[test]
+    fn no_message_is_lost_and_first_come_is_first_served(offers in offers(), requests in requests()) {
+        let bodies: Vec<_> = offers.iter().map(|(offer, _)| offer.write()).collect();
+        let known = |offer: &IdleMessage| offers.iter().find(|(o, _)| o == offer).map_or(Availability::Foreign, |(_, k)| *k);
+        let mut open = requests.clone();
+        let picks = pick(&bodies, &mut open, known, NOW);
+        prop_assert_eq!(picks.len(), offers.len());
+        let mut left: Vec<_> = requests.iter().map(|(_, count)| *count).collect();
+        for ((offer, known), pickup) in offers.iter().zip(&picks) {
+            let alive = offer.threshold.starts_with("2030");
+            let first = (0..requests.len()).find(|index| left[*index] > 0 && requests[*index].0.met_by(offer));
+            match pickup {
+                Pickup::Take(index, taken) => {
+                    prop_assert!(alive && *known == Availability::Free && taken == offer);
+                    prop_assert_eq!(Some(*index), first);
+                    left[*index] -= 1;
+                }
+                Pickup::PutBack(back) => {
+                    prop_assert!(alive && back == offer);
+                    prop_assert!(*known == Availability::Busy || (*known == Availability::Free && first.is_none()));
+                }
+                Pickup::Discard(Discard::Expired) => prop_assert!(!alive),
+                Pickup::Discard(Discard::Taken) => prop_assert!(alive && *known == Availability::Taken),
+                Pickup::Discard(Discard::Foreign) => prop_assert!(alive && *known == Availability::Foreign),
+                Pickup::Discard(Discard::Malformed(why)) => prop_assert!(false, "{}", why),
+            }
+        }
+        prop_assert_eq!(open.into_iter().map(|(_, left)| left).collect::<Vec<_>>(), left);
+    }
+}

@@ -1,0 +1,18 @@
+//! EC2 machines: claims, launches, the idle queue, and a machine's life.
+
+pub mod capacity_memory;
+pub mod claim;
+mod claim_order;
+pub mod claim_status;
+pub mod idle_queue;
+pub mod launch;
+pub mod launch_error;
+pub mod machine;
+pub mod matching;
+pub mod pool_status;
+pub mod requirements;
+pub mod upkeep;
+pub mod user_data;
+pub mod warm;
+pub mod worker_status;
+pub mod workflow_run;

@@ -1,0 +1,94 @@
+//! The status of an EC2 pool.
+
+use std::collections::HashSet;
+
+use jiff::Timestamp;
+use paddock_record::State;
+
+use super::{machine::Machine, worker_status::counts};
+use crate::api::{PoolKind, PoolReason, RunnerPool, RunnerPoolStatus, ready_condition, set_condition};
+
+/// Why a pool is not ready.
+pub type PoolProblem = (PoolReason, String);
+
+/// The status that a reconciliation starts from; it adds what it creates at AWS.
+pub fn initial(pool: &RunnerPool) -> RunnerPoolStatus {
+    let mut status = pool.status.clone().unwrap_or_default();
+    status.kind = Some(PoolKind::Ec2);
+    status.observed_generation = pool.metadata.generation;
+    status
+}
+
+/// The status at the end of a reconciliation.
+pub fn status(
+    pool: &RunnerPool,
+    mut status: RunnerPoolStatus,
+    machines: &[Machine],
+    problem: Option<PoolProblem>,
+    now: Timestamp,
+) -> RunnerPoolStatus {
+    let (reason, message) = problem.unwrap_or((PoolReason::Ready, "the pool serves claims".to_owned()));
+    let ready = reason == PoolReason::Ready;
+    status.workers = counts(machines);
+    set_condition(&mut status.conditions, ready_condition(ready, reason, message, pool.metadata.generation, now));
+    status
+}
+
+/// What a deleted pool waits for before its machines are terminated.
+pub fn deletion_waits_for(machines: &[Machine]) -> Option<PoolProblem> {
+    let live = machines.iter().map(|machine| &machine.record).filter(|record| record.state != State::Terminated);
+    let claims: HashSet<_> = live.clone().map(|record| &record.claim).filter(|claim| !claim.is_empty()).collect();
+    // A machine that ends before it has deregistered leaves its runner at GitHub.
+    let leaving = live.filter(|record| !record.leaving.is_empty()).count();
+    let message = match (claims.len(), leaving) {
+        (0, 0) => return None,
+        (0, leaving) => format!("waiting for {leaving} machines to deregister from GitHub"),
+        (claims, _) => format!("waiting for {claims} claims that hold machines to be deleted or to end"),
+    };
+    Some((PoolReason::Deleting, message))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        api::READY,
+        fixtures::ec2::{at, ready_pool, record, tracked},
+    };
+
+    fn machine(id: &str, state: State, claim: &str, leaving: &str) -> Machine {
+        let mut machine = tracked(record(id, state, "", at(0)));
+        machine.record.claim = claim.into();
+        machine.record.leaving = leaving.into();
+        machine
+    }
+
+    #[test]
+    fn a_pool_is_ready_unless_it_has_a_problem() {
+        let (pool, machines) = (ready_pool(), [machine("i-1", State::Idle, "", "")]);
+        let told = |problem| {
+            let status = status(&pool, initial(&pool), &machines, problem, at(0));
+            let ready = status.conditions.iter().find(|condition| condition.type_ == READY).unwrap();
+            assert_eq!((status.kind, status.workers.idle), (Some(PoolKind::Ec2), 1));
+            (ready.status.clone(), ready.reason.clone(), ready.message.clone())
+        };
+        assert_eq!(told(None).0, "True");
+        let denied = told(Some((PoolReason::AwsDenied, "no".into())));
+        assert_eq!(denied, ("False".into(), "AwsDenied".into(), "no".into()));
+    }
+
+    #[test]
+    fn a_deleted_pool_waits_for_claims_first_and_then_for_runners() {
+        let gone = machine("i-0", State::Terminated, "old", "7");
+        let leaving = machine("i-1", State::Idle, "", "7");
+        let held = machine("i-2", State::Running, "build", "");
+        let idle = machine("i-3", State::Idle, "", "");
+        let message = |machines: &[&Machine]| {
+            let machines: Vec<_> = machines.iter().map(|machine| (*machine).clone()).collect();
+            deletion_waits_for(&machines).map(|(_, message)| message)
+        };
+        assert_eq!(message(&[&gone, &idle]), None);
+        assert_eq!(message(&[&leaving, &idle]).unwrap(), "waiting for 1 machines to deregister from GitHub");
+        assert!(message(&[&held, &leaving]).unwrap().starts_with("waiting for 1 claims"));
+    }
+}

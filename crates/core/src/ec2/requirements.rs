@@ -1,0 +1,115 @@
+//! What a claim asks of a machine.
+
+use paddock_record::IdleMessage;
+
+use crate::api::{Ec2Pool, RunnerClaimSpec, UsageClass};
+
+/// What a claim asks of a machine, the pool's defaults filled in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Requirements {
+    pub usage_class: UsageClass,
+    pub resource_class: String,
+    pub cpu: u32,
+    pub memory_mib: u32,
+    pub allowed_instance_types: Vec<String>,
+}
+
+impl Requirements {
+    /// None if the claim names a resource class that the pool does not have.
+    pub fn of(claim: &RunnerClaimSpec, pool: &Ec2Pool) -> Option<Self> {
+        let class = match &claim.resource_class {
+            Some(name) => pool.resource_class(name),
+            None => pool.default_resource_class(),
+        }?;
+        Some(Self {
+            usage_class: claim.usage_class.unwrap_or(pool.defaults.usage_class),
+            resource_class: class.name.clone(),
+            cpu: claim.cpu.unwrap_or(0).max(class.cpu),
+            memory_mib: claim.memory_mib.unwrap_or(0).max(class.memory_mib),
+            allowed_instance_types: claim
+                .allowed_instance_types
+                .clone()
+                .unwrap_or_else(|| pool.defaults.allowed_instance_types.clone()),
+        })
+    }
+
+    pub fn met_by(&self, offer: &IdleMessage) -> bool {
+        offer.usage_class == self.usage_class.as_str()
+            && offer.resource_class == self.resource_class
+            && offer.cpu >= self.cpu
+            && offer.mem >= self.memory_mib
+            && self.allowed_instance_types.iter().any(|pattern| glob(pattern, &offer.instance_type))
+    }
+}
+
+/// Whether `text` fits `pattern`, in which `*` stands for any text.
+pub(super) fn glob(pattern: &str, text: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let Some(mut rest) = parts.next().and_then(|first| text.strip_prefix(first)) else { return false };
+    let mut last = None;
+    for part in parts {
+        if let Some(middle) = last.replace(part) {
+            match rest.split_once(middle) {
+                Some((_, after)) => rest = after,
+                None => return false,
+            }
+        }
+    }
+    last.map_or(rest.is_empty(), |end| rest.ends_with(end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offer() -> IdleMessage {
+        IdleMessage {
+            instance_id: "i-1".into(),
+            usage_class: "on-demand".into(),
+            instance_type: "c6i.large".into(),
+            cpu: 2,
+            mem: 4096,
+            resource_class: "medium".into(),
+            threshold: "2030-01-01T00:00:00Z".into(),
+        }
+    }
+
+    fn needs(types: &str) -> Requirements {
+        Requirements {
+            usage_class: UsageClass::OnDemand,
+            resource_class: "medium".into(),
+            cpu: 2,
+            memory_mib: 4096,
+            allowed_instance_types: vec![types.into()],
+        }
+    }
+
+    #[test]
+    fn globs_match_as_create_fleet_reads_them() {
+        for (pattern, text, fits) in [
+            ("*", "c6i.large", true),
+            ("c*", "c6i.large", true),
+            ("c6i.large", "c6i.large", true),
+            ("c6i.large", "c6i.xlarge", false),
+            ("*.large", "c6i.large", true),
+            ("c*i.*large", "c6i.2xlarge", true),
+            ("m*", "c6i.large", false),
+            ("c*c", "c", false),
+            ("*6*6*", "c6i", false),
+            ("", "c6i", false),
+        ] {
+            assert_eq!(glob(pattern, text), fits, "{pattern} {text}");
+        }
+    }
+
+    #[test]
+    fn every_need_is_checked() {
+        let good = offer();
+        assert!(needs("c*").met_by(&good));
+        assert!(!needs("m*").met_by(&good));
+        assert!(!needs("c*").met_by(&IdleMessage { usage_class: "spot".into(), ..good.clone() }));
+        assert!(!needs("c*").met_by(&IdleMessage { resource_class: "large".into(), ..good.clone() }));
+        assert!(!needs("c*").met_by(&IdleMessage { cpu: 1, ..good.clone() }));
+        assert!(!needs("c*").met_by(&IdleMessage { mem: 4095, ..good }));
+    }
+}

@@ -1,0 +1,133 @@
+use paddock_record::{Heartbeat, KeyPair, WorkerSignal};
+
+use super::*;
+use crate::fixtures::ec2::{at, beat, leaving, pool, record, said, tracked};
+
+const RUN: &str = "7890";
+
+#[test]
+fn i2_whatever_its_state_an_instance_past_its_threshold_ends() {
+    for state in [State::Created, State::Running, State::Idle, State::Claimed] {
+        let it = tracked(record("i-1", state, RUN, at(0)));
+        let threshold = it.record.threshold.unwrap();
+        assert!(
+            matches!(upkeep(&it, &pool(), false, threshold), Upkeep::End(FailureReason::ThresholdPassed, _)),
+            "{state}"
+        );
+    }
+    assert_eq!(
+        upkeep(&tracked(record("i-1", State::Terminated, "", at(0))), &pool(), false, at(1_000_000)),
+        Upkeep::Leave
+    );
+}
+
+#[test]
+fn a_machine_kept_warm_is_pooled_when_its_script_is_done_and_given_up_when_it_failed() {
+    let mut it = tracked(record("i-1", State::Created, "", at(0)));
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave);
+    it.report.signal = Some(said(Signal::ScriptOk, ""));
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave, "no claim could use it without its key");
+    it.report.heartbeat = Some(Heartbeat { public_key: Some(KeyPair::generate().public()), ..beat(at(1)) });
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Warm);
+    it.record.state = State::Running;
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Warm, "a crash between its two moves is finished");
+    it.record.state = State::Created;
+    it.report.signal = Some(said(Signal::ScriptFailed, ""));
+    assert!(matches!(upkeep(&it, &pool(), false, at(1)), Upkeep::End(FailureReason::PreRunnerFailed, _)));
+}
+
+#[test]
+fn a_released_instance_is_offered_only_after_it_deregistered_from_that_run() {
+    let mut it = tracked(leaving(RUN, record("i-1", State::Idle, "", at(0))));
+    assert!(it.awaits_agent());
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave);
+    it.report.signal = Some(said(Signal::Deregistered, "1111"));
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave, "that was an earlier run");
+    it.report.signal = Some(said(Signal::Deregistered, RUN));
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Offer);
+    it.report.signal = Some(said(Signal::DeregistrationFailed, RUN));
+    assert!(matches!(upkeep(&it, &pool(), false, at(1)), Upkeep::End(FailureReason::DeregistrationFailed, _)));
+    it.report.signal = None;
+    assert!(matches!(upkeep(&it, &pool(), false, at(121)), Upkeep::End(FailureReason::DeregistrationTimeout, _)));
+}
+
+#[test]
+fn what_was_said_before_the_release_does_not_count_for_it() {
+    let mut it = tracked(leaving(RUN, record("i-1", State::Idle, "", at(60))));
+    it.report.signal = Some(said(Signal::Deregistered, RUN));
+    assert_eq!(upkeep(&it, &pool(), false, at(61)), Upkeep::Leave, "that was the run's first attempt");
+    it.report.signal.as_mut().unwrap().updated_at = at(61);
+    assert_eq!(upkeep(&it, &pool(), false, at(61)), Upkeep::Offer);
+}
+
+#[test]
+fn a_machine_that_is_kept_warm_has_its_idle_time_renewed_and_others_have_not() {
+    let mut it = tracked(record("i-1", State::Idle, "", at(0)));
+    it.record.threshold = Some(at(420));
+    assert_eq!(upkeep(&it, &pool(), true, at(209)), Upkeep::Leave);
+    assert_eq!(upkeep(&it, &pool(), true, at(211)), Upkeep::Renew);
+    assert_eq!(upkeep(&it, &pool(), false, at(211)), Upkeep::Leave);
+    assert!(matches!(upkeep(&it, &pool(), true, at(420)), Upkeep::End(FailureReason::ThresholdPassed, _)));
+}
+
+#[test]
+fn a_machine_that_could_not_be_scrubbed_is_never_offered_and_says_why() {
+    let mut it = tracked(leaving(RUN, record("i-1", State::Idle, "", at(0))));
+    let failure = said(Signal::DeregistrationFailed, RUN);
+    it.report.signal =
+        Some(WorkerSignal { reason: SCRUB.into(), detail: "the scrub script: exit 1".into(), ..failure });
+    let why = "it is not clean for another claim: the scrub script: exit 1".to_owned();
+    assert_eq!(upkeep(&it, &pool(), true, at(1)), Upkeep::End(FailureReason::ScrubFailed, why));
+}
+
+#[test]
+fn a_machine_that_has_served_its_claims_ends_once_it_has_left_github() {
+    let mut pool = pool();
+    pool.reuse.max_claims = Some(2);
+    for (claims, last_run, signal, ends) in [
+        (1, RUN, Some(Signal::Deregistered), false),
+        (2, RUN, None, false),
+        (2, RUN, Some(Signal::Deregistered), true),
+        (1, "", None, false),
+        (2, "", None, true),
+    ] {
+        let mut it = tracked(leaving(last_run, record("i-1", State::Idle, "", at(0))));
+        it.record.claims = claims;
+        it.report.signal = signal.map(|signal| said(signal, RUN));
+        let decided = upkeep(&it, &pool, true, at(1));
+        assert_eq!(matches!(decided, Upkeep::End(FailureReason::MaxClaimsServed, _)), ends, "{claims} {last_run:?}");
+    }
+    let mut serving = tracked(record("i-1", State::Running, RUN, at(0)));
+    serving.record.claims = 2;
+    assert_eq!(upkeep(&serving, &pool, true, at(1)), Upkeep::Leave);
+    serving.record.state = State::Claimed;
+    assert_eq!(upkeep(&serving, &pool, true, at(1)), Upkeep::Leave);
+}
+
+#[test]
+fn a_lost_machine_says_who_took_it_and_a_young_one_is_not_missed_yet() {
+    use FailureReason::{InstanceGone, SpotReclaimed};
+    let (alive, gone) = (Ec2State { gone: false, reclaimed: false }, Ec2State { gone: true, reclaimed: false });
+    let reclaimed = Ec2State { gone: true, reclaimed: true };
+    for (state, seen, seconds, reason) in [
+        (State::Running, Some(alive), 3600, None),
+        (State::Running, Some(gone), 1, Some(InstanceGone)),
+        (State::Running, Some(reclaimed), 1, Some(SpotReclaimed)),
+        (State::Created, None, 59, None),
+        (State::Created, None, 60, Some(InstanceGone)),
+        (State::Terminated, Some(reclaimed), 3600, None),
+        (State::Terminated, None, 3600, None),
+    ] {
+        let it = tracked(record("i-1", state, RUN, at(0)));
+        assert_eq!(lost(&it, seen, at(seconds)).map(|(reason, _)| reason), reason, "{state} {seen:?} {seconds}");
+    }
+}
+
+#[test]
+fn the_record_of_an_ended_machine_stays_for_its_retention_and_longer_while_its_runner_may_be_left() {
+    let (mut ended, hour) = (record("i-1", State::Terminated, "", at(0)), Duration::from_secs(3600));
+    assert!(!is_forgotten(&ended, hour, at(3600)) && is_forgotten(&ended, hour, at(3601)));
+    ended.leaving = "7".into();
+    assert!(!is_forgotten(&ended, hour, at(3601)) && is_forgotten(&ended, hour, at(7201)));
+    assert!(!is_forgotten(&record("i-2", State::Idle, "", at(0)), hour, at(9000)), "it lives");
+}

@@ -1,0 +1,275 @@
+//! The table of instances: the one arbiter of who owns what.
+
+use std::{collections::HashMap, time::Duration};
+
+use aws_sdk_dynamodb::{
+    Client,
+    operation::{transact_write_items::TransactWriteItemsError, update_item::UpdateItemError},
+    types::{
+        AttributeDefinition, AttributeValue, BillingMode, CancellationReason, KeySchemaElement, KeyType,
+        KeysAndAttributes, ReturnValue, ReturnValuesOnConditionCheckFailure, ScalarAttributeType, TableStatus,
+        TransactWriteItem, Update,
+    },
+};
+use jiff::Timestamp;
+use paddock_core::ec2::machine::AgentReport;
+use paddock_record::{Heartbeat, Instance, Transition, WorkerSignal, attribute as a, entity, key};
+
+use super::{AwsError, word};
+
+type Item = HashMap<String, AttributeValue>;
+
+/// What `BatchGetItem` takes.
+const KEYS_PER_READ: usize = 100;
+/// DynamoDB takes 100, but all of them lose with one that loses.
+pub const MOVES_PER_WRITE: usize = 25;
+/// How often a call that met another write is sent again, and how much longer each time it waits: a write takes
+/// milliseconds.
+const CONFLICTS: u32 = 4;
+const CONFLICT_PAUSE: Duration = Duration::from_millis(20);
+
+#[derive(Clone)]
+pub struct Records {
+    client: Client,
+    table: String,
+}
+
+/// How a conditional write ended. Losing is a normal outcome, and tells what is there instead.
+#[derive(Debug, Clone, PartialEq)]
+pub enum WriteOutcome {
+    Won(Instance),
+    Lost(Option<Instance>),
+}
+
+/// A look at what an agent has written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Look {
+    pub id: String,
+    /// Whether its heartbeat is wanted, too.
+    pub heartbeat: bool,
+}
+
+impl Records {
+    pub fn new(client: Client, table: String) -> Self {
+        Self { client, table }
+    }
+
+    /// Creates the table unless it is there; true once it can be used.
+    pub async fn ensure_table(&self) -> Result<bool, AwsError> {
+        let described =
+            self.client.describe_table().table_name(&self.table).send().await.map_err(word("DescribeTable"));
+        match described {
+            Ok(answer) => {
+                let status = answer.table.and_then(|table| table.table_status);
+                return Ok(matches!(status, Some(TableStatus::Active | TableStatus::Updating)));
+            }
+            Err(error) if error.code() == Some("ResourceNotFoundException") => {}
+            Err(error) => return Err(error),
+        }
+        let mut create = self.client.create_table().table_name(&self.table).billing_mode(BillingMode::PayPerRequest);
+        for (name, role) in [(a::PK, KeyType::Hash), (a::SK, KeyType::Range)] {
+            let attribute = AttributeDefinition::builder().attribute_name(name).attribute_type(ScalarAttributeType::S);
+            let element = KeySchemaElement::builder().attribute_name(name).key_type(role);
+            create = create
+                .attribute_definitions(attribute.build().expect("name and type are set"))
+                .key_schema(element.build().expect("name and role are set"));
+        }
+        match create.send().await.map_err(word("CreateTable")) {
+            Ok(_) => Ok(false),
+            Err(error) if error.code() == Some("ResourceInUseException") => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Stores up to [`MOVES_PER_WRITE`] transitions in one call, each under its own condition. DynamoDB stores all of
+    /// them or none, so those that lost are left out and the others sent again.
+    pub async fn apply(&self, transitions: &[Transition]) -> Result<Vec<WriteOutcome>, AwsError> {
+        let mut outcomes: Vec<Option<WriteOutcome>> = vec![None; transitions.len()];
+        let mut conflicts = 0;
+        loop {
+            let open: Vec<_> = (0..transitions.len()).filter(|index| outcomes[*index].is_none()).collect();
+            if let [] | [_] = open[..] {
+                for index in open {
+                    outcomes[index] = Some(self.apply_one(&transitions[index]).await?);
+                }
+                return Ok(outcomes.into_iter().flatten().collect());
+            }
+            let writes = open.iter().map(|index| self.part(&transitions[*index]));
+            let answer = self.client.transact_write_items().set_transact_items(Some(writes.collect())).send().await;
+            let error = match answer {
+                Ok(_) => {
+                    for index in open {
+                        outcomes[index] = Some(WriteOutcome::Won(transitions[index].next().clone()));
+                    }
+                    continue;
+                }
+                Err(error) => error,
+            };
+            let Some(TransactWriteItemsError::TransactionCanceledException(cancelled)) = error.as_service_error()
+            else {
+                return Err(word("TransactWriteItems")(error));
+            };
+            let lost = |reason: &CancellationReason| reason.code() == Some("ConditionalCheckFailed");
+            let reasons = cancelled.cancellation_reasons();
+            if !reasons.iter().any(lost) {
+                // Another write to one of them is on its way.
+                conflicts += 1;
+                if conflicts > CONFLICTS {
+                    return Err(word("TransactWriteItems")(error));
+                }
+                tokio::time::sleep(CONFLICT_PAUSE * conflicts).await;
+                continue;
+            }
+            for (index, reason) in open.into_iter().zip(reasons).filter(|(_, reason)| lost(reason)) {
+                outcomes[index] = Some(failure(reason.item(), &transitions[index]));
+            }
+        }
+    }
+
+    async fn apply_one(&self, transition: &Transition) -> Result<WriteOutcome, AwsError> {
+        let write = transition.expression(Timestamp::now());
+        let update = self
+            .client
+            .update_item()
+            .table_name(&self.table)
+            .set_key(Some(write.key))
+            .update_expression(write.update)
+            .condition_expression(write.condition)
+            .set_expression_attribute_names(Some(write.names))
+            .set_expression_attribute_values(Some(write.values))
+            .return_values(ReturnValue::AllNew)
+            .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld);
+        match update.send().await {
+            Ok(answer) => {
+                let stored = answer.attributes.as_ref().and_then(readable);
+                Ok(WriteOutcome::Won(stored.unwrap_or_else(|| transition.next().clone())))
+            }
+            Err(error) => match error.as_service_error() {
+                Some(UpdateItemError::ConditionalCheckFailedException(failed)) => {
+                    Ok(failure(failed.item(), transition))
+                }
+                _ => Err(word("UpdateItem")(error)),
+            },
+        }
+    }
+
+    fn part(&self, transition: &Transition) -> TransactWriteItem {
+        let write = transition.expression(Timestamp::now());
+        let update = Update::builder()
+            .table_name(&self.table)
+            .set_key(Some(write.key))
+            .update_expression(write.update)
+            .condition_expression(write.condition)
+            .set_expression_attribute_names(Some(write.names))
+            .set_expression_attribute_values(Some(write.values))
+            .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld);
+        TransactWriteItem::builder().update(update.build().expect("table, key and expression are set")).build()
+    }
+
+    /// Every instance of the cluster. A record that cannot be read is logged and left out, never fatal.
+    pub async fn instances(&self) -> Result<Vec<Instance>, AwsError> {
+        Ok(self.query(entity::INSTANCE).await?.iter().filter_map(readable).collect())
+    }
+
+    /// What every agent has written.
+    pub async fn all_reports(&self) -> Result<HashMap<String, AgentReport>, AwsError> {
+        let (heartbeats, signals) = tokio::try_join!(self.query(entity::HEARTBEAT), self.query(entity::SIGNAL))?;
+        Ok(gather(heartbeats.into_iter().chain(signals)))
+    }
+
+    /// What the agents of these instances have written: the signal, and the heartbeat of those that it is asked of.
+    pub async fn report(&self, looks: &[Look]) -> Result<HashMap<String, AgentReport>, AwsError> {
+        let signals = looks.iter().map(|look| key(entity::SIGNAL, &look.id));
+        let beats = looks.iter().filter(|look| look.heartbeat).map(|look| key(entity::HEARTBEAT, &look.id));
+        let keys: Vec<_> = signals.chain(beats).collect();
+        let items = futures::future::try_join_all(keys.chunks(KEYS_PER_READ).map(|keys| self.batch(keys))).await?;
+        Ok(gather(items.into_iter().flatten()))
+    }
+
+    /// Removes what the agent of an ended instance has written.
+    pub async fn forget_report(&self, id: &str) -> Result<(), AwsError> {
+        for entity in [entity::HEARTBEAT, entity::SIGNAL] {
+            self.delete(entity, id).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes the record of an ended instance.
+    pub async fn forget(&self, id: &str) -> Result<(), AwsError> {
+        self.delete(entity::INSTANCE, id).await
+    }
+
+    async fn delete(&self, entity: &str, id: &str) -> Result<(), AwsError> {
+        let delete = self.client.delete_item().table_name(&self.table).set_key(Some(key(entity, id)));
+        delete.send().await.map_err(word("DeleteItem")).map(drop)
+    }
+
+    /// All records of an entity, page after page: one page holds about 4,500.
+    async fn query(&self, entity: &str) -> Result<Vec<Item>, AwsError> {
+        let mut items = Vec::new();
+        let mut from = None;
+        loop {
+            let query = self
+                .client
+                .query()
+                .table_name(&self.table)
+                .key_condition_expression("PK = :pk")
+                .expression_attribute_values(":pk", AttributeValue::S(format!("TYPE#{entity}")))
+                .consistent_read(true)
+                .set_exclusive_start_key(from);
+            let answer = query.send().await.map_err(word("Query"))?;
+            items.extend(answer.items.unwrap_or_default());
+            from = answer.last_evaluated_key;
+            if from.is_none() {
+                return Ok(items);
+            }
+        }
+    }
+
+    async fn batch(&self, keys: &[Item]) -> Result<Vec<Item>, AwsError> {
+        let mut wanted = KeysAndAttributes::builder().set_keys(Some(keys.to_vec())).consistent_read(true).build().ok();
+        let mut items = Vec::new();
+        while let Some(keys) = wanted.take() {
+            let read = self.client.batch_get_item().request_items(&self.table, keys);
+            let answer = read.send().await.map_err(word("BatchGetItem"))?;
+            items.extend(answer.responses.unwrap_or_default().remove(&self.table).unwrap_or_default());
+            wanted = answer.unprocessed_keys.unwrap_or_default().remove(&self.table);
+        }
+        Ok(items)
+    }
+}
+
+/// What a failed condition means: a write that is retried fails because its first try won and only the answer was lost.
+fn failure(stored: Option<&Item>, transition: &Transition) -> WriteOutcome {
+    let stored = stored.and_then(readable);
+    match stored.as_ref().is_some_and(|stored| transition.is_stored(stored)) {
+        true => WriteOutcome::Won(transition.next().clone()),
+        false => WriteOutcome::Lost(stored),
+    }
+}
+
+fn readable(item: &Item) -> Option<Instance> {
+    Instance::from_item(item).inspect_err(|error| tracing::error!(%error, "a record cannot be read")).ok()
+}
+
+fn gather(items: impl Iterator<Item = Item>) -> HashMap<String, AgentReport> {
+    let mut report: HashMap<String, AgentReport> = HashMap::new();
+    for item in items {
+        let heartbeat = item.get(a::PK).and_then(|pk| pk.as_s().ok()).is_some_and(|pk| pk == "TYPE#Heartbeat");
+        let read = if heartbeat {
+            Heartbeat::from_item(&item).map(|beat| {
+                let id = beat.instance_id.clone();
+                report.entry(id).or_default().heartbeat = Some(beat);
+            })
+        } else {
+            WorkerSignal::from_item(&item).map(|signal| {
+                let id = signal.instance_id.clone();
+                report.entry(id).or_default().signal = Some(signal);
+            })
+        };
+        if let Err(error) = read {
+            tracing::warn!(%error, "an agent's record cannot be read");
+        }
+    }
+    report
+}

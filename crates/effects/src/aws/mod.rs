@@ -1,0 +1,130 @@
+//! The AWS clients, configured once, and the words their errors become.
+
+pub mod dynamodb;
+pub mod ec2;
+pub mod sqs;
+
+use std::time::Duration;
+
+use aws_config::{BehaviorVersion, SdkConfig, retry::RetryConfig, timeout::TimeoutConfig};
+use aws_sdk_dynamodb::error::{ProvideErrorMetadata, SdkError};
+
+use crate::fence::{Fence, FenceInterceptor};
+
+/// A call that takes longer is given up and tried again; `CreateFleet`, the slowest, answers within seconds.
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(15);
+/// All attempts together: after that a reconciliation says what is wrong and comes back later.
+const CALL_TIMEOUT: Duration = Duration::from_secs(45);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
+
+pub struct Clients {
+    pub dynamodb: aws_sdk_dynamodb::Client,
+    pub sqs: aws_sdk_sqs::Client,
+    pub ec2: aws_sdk_ec2::Client,
+}
+
+impl Clients {
+    pub async fn new(fence: &Fence) -> Self {
+        let config = aws_config::defaults(BehaviorVersion::latest())
+            .retry_config(RetryConfig::standard().with_max_attempts(4))
+            .timeout_config(
+                TimeoutConfig::builder()
+                    .connect_timeout(CONNECT_TIMEOUT)
+                    .operation_attempt_timeout(ATTEMPT_TIMEOUT)
+                    .operation_timeout(CALL_TIMEOUT)
+                    .build(),
+            )
+            .load()
+            .await;
+        Self::from_config(&config, fence)
+    }
+
+    pub(super) fn from_config(config: &SdkConfig, fence: &Fence) -> Self {
+        let interceptor = || FenceInterceptor(fence.clone());
+        let dynamodb = aws_sdk_dynamodb::config::Builder::from(config).interceptor(interceptor()).build();
+        let sqs = aws_sdk_sqs::config::Builder::from(config).interceptor(interceptor()).build();
+        let ec2 = aws_sdk_ec2::config::Builder::from(config).interceptor(interceptor()).build();
+        Self {
+            dynamodb: aws_sdk_dynamodb::Client::from_conf(dynamodb),
+            sqs: aws_sdk_sqs::Client::from_conf(sqs),
+            ec2: aws_sdk_ec2::Client::from_conf(ec2),
+        }
+    }
+}
+
+/// What went wrong at AWS, for a condition and for a decision.
+#[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
+pub enum AwsError {
+    #[error("AWS refuses {call}: {message}. Grant the operator's role this action (docs/iam)")]
+    Denied { call: &'static str, message: String },
+    #[error("AWS throttles {call}: {message}")]
+    Throttled { call: &'static str, message: String },
+    #[error("AWS does not accept {call}: {code}: {message}")]
+    Refused { call: &'static str, code: String, message: String },
+    #[error("AWS cannot be reached for {call}: {message}")]
+    Unreachable { call: &'static str, message: String },
+}
+
+impl AwsError {
+    /// Whether a launch template, or the version of it, is not there.
+    pub fn is_template_gone(&self) -> bool {
+        self.code().is_some_and(|code| code.starts_with("InvalidLaunchTemplate") && code.contains("NotFound"))
+    }
+
+    /// The error code AWS gave, where the answer was a plain refusal.
+    pub fn code(&self) -> Option<&str> {
+        match self {
+            Self::Refused { code, .. } => Some(code),
+            Self::Denied { .. } | Self::Throttled { .. } | Self::Unreachable { .. } => None,
+        }
+    }
+}
+
+/// Maps any SDK error of `call` to our words.
+pub fn word<E, R>(call: &'static str) -> impl FnOnce(SdkError<E, R>) -> AwsError
+where
+    E: ProvideErrorMetadata + std::error::Error + Send + Sync + 'static,
+    R: std::fmt::Debug + Send + Sync + 'static,
+{
+    move |error| match error.as_service_error().and_then(|service| service.code()).map(str::to_owned) {
+        Some(code) => {
+            let message = error.as_service_error().and_then(|service| service.message()).unwrap_or("no reason given");
+            classify(call, code, plain(message).to_owned())
+        }
+        None => {
+            let causes = std::iter::successors(std::error::Error::source(&error), |cause| cause.source());
+            let message = causes.last().map_or_else(|| error.to_string(), ToString::to_string);
+            AwsError::Unreachable { call, message }
+        }
+    }
+}
+
+/// EC2 encodes the details of a denial anew in every answer: a condition with them would never settle.
+pub fn plain(message: &str) -> &str {
+    message.split("Encoded authorization failure message").next().unwrap_or(message).trim()
+}
+
+fn classify(call: &'static str, code: String, message: String) -> AwsError {
+    match code.as_str() {
+        "UnauthorizedOperation"
+        | "AccessDenied"
+        | "AccessDeniedException"
+        | "AuthFailure"
+        | "UnrecognizedClientException"
+        | "InvalidClientTokenId"
+        | "ExpiredTokenException" => AwsError::Denied { call, message: format!("{code}: {message}") },
+        "RequestLimitExceeded"
+        | "Throttling"
+        | "ThrottlingException"
+        | "RequestThrottled"
+        // Two writes to one record at the same moment: neither is wrong, and the next try finds what came of them.
+        | "TransactionCanceledException"
+        | "TransactionConflictException"
+        | "ProvisionedThroughputExceededException"
+        | "TooManyRequestsException" => AwsError::Throttled { call, message: format!("{code}: {message}") },
+        "InternalError" | "InternalServerError" | "InternalFailure" | "ServiceUnavailable" | "Unavailable" => {
+            AwsError::Unreachable { call, message: format!("{code}: {message}") }
+        }
+        _ => AwsError::Refused { call, code, message },
+    }
+}

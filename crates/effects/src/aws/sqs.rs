@@ -1,0 +1,151 @@
+//! The pool of idle instances: one queue per resource class.
+//!
+//! A message is a hint that an instance is idle; the record decides. So a message is deleted only after its instance
+//! was claimed or found unfit, and one that comes twice, late or after its deletion does no harm.
+
+use std::{collections::HashMap, time::Duration};
+
+use aws_sdk_sqs::{
+    Client,
+    types::{
+        ChangeMessageVisibilityBatchRequestEntry, DeleteMessageBatchRequestEntry, QueueAttributeName,
+        SendMessageBatchRequestEntry,
+    },
+};
+use futures::future::try_join_all;
+use paddock_core::ec2::idle_queue::{BATCH, Received};
+
+use super::{AwsError, word};
+
+/// How long a received message is hidden while its instance is being claimed. A crash shows it again after that.
+const CLAIM_TIME: Duration = Duration::from_secs(30);
+/// What SQS allows.
+const RETENTION_MIN: Duration = Duration::from_mins(1);
+const RETENTION_MAX: Duration = Duration::from_hours(14 * 24);
+
+#[derive(Clone)]
+pub struct Queues {
+    client: Client,
+}
+
+impl Queues {
+    pub fn new(client: Client) -> Self {
+        Self { client }
+    }
+
+    /// Creates the queue unless it is there, and mends its settings; gives its URL. A message lives as long as the idle
+    /// time it tells of, so that no dead ones pile up while nobody claims.
+    pub async fn ensure(&self, name: &str, idle: Duration) -> Result<String, AwsError> {
+        let attributes = HashMap::from([
+            (QueueAttributeName::VisibilityTimeout, CLAIM_TIME.as_secs().to_string()),
+            (
+                QueueAttributeName::MessageRetentionPeriod,
+                idle.clamp(RETENTION_MIN, RETENTION_MAX).as_secs().to_string(),
+            ),
+        ]);
+        let create = self.client.create_queue().queue_name(name).set_attributes(Some(attributes.clone()));
+        let url = match create.send().await.map_err(word("CreateQueue")) {
+            Ok(answer) => answer.queue_url,
+            // It is there, with other settings.
+            Err(error) if error.code().is_some_and(|code| code.contains("QueueNameExists")) => {
+                let answer = self.client.get_queue_url().queue_name(name).send().await.map_err(word("GetQueueUrl"))?;
+                if let Some(url) = &answer.queue_url {
+                    let set = self.client.set_queue_attributes().queue_url(url).set_attributes(Some(attributes));
+                    set.send().await.map_err(word("SetQueueAttributes"))?;
+                }
+                answer.queue_url
+            }
+            Err(error) => return Err(error),
+        };
+        url.ok_or(AwsError::Unreachable { call: "CreateQueue", message: "the answer has no URL".into() })
+    }
+
+    pub async fn send(&self, url: &str, bodies: &[String]) -> Result<(), AwsError> {
+        let sends = bodies.chunks(BATCH).map(async |batch| {
+            let entries = batch.iter().enumerate().map(|(index, body)| {
+                let entry = SendMessageBatchRequestEntry::builder().id(index.to_string()).message_body(body);
+                entry.build().expect("id and body are set")
+            });
+            let send = self.client.send_message_batch().queue_url(url).set_entries(Some(entries.collect()));
+            let answer = send.send().await.map_err(word("SendMessageBatch"))?;
+            match answer.failed.first() {
+                None => Ok(()),
+                Some(failed) => {
+                    let message = failed.message.clone().unwrap_or_else(|| failed.code.clone());
+                    Err(AwsError::Unreachable { call: "SendMessageBatch", message })
+                }
+            }
+        });
+        try_join_all(sends).await.map(drop)
+    }
+
+    /// One short poll.
+    pub async fn receive(&self, url: &str) -> Result<Vec<Received>, AwsError> {
+        let receive = self.client.receive_message().queue_url(url).max_number_of_messages(BATCH as i32);
+        let answer = receive.wait_time_seconds(0).send().await.map_err(word("ReceiveMessage"))?;
+        let messages = answer.messages.unwrap_or_default().into_iter();
+        let read = |message: aws_sdk_sqs::types::Message| {
+            Some(Received { receipt: message.receipt_handle?, body: message.body.unwrap_or_default() })
+        };
+        Ok(messages.filter_map(read).collect())
+    }
+
+    /// Shows messages to others again after `delay`. One that fails comes back when its visibility runs out.
+    pub async fn put_back(&self, url: &str, messages: &[Received], delay: Duration) -> Result<(), AwsError> {
+        let seconds = i32::try_from(delay.as_secs()).unwrap_or(i32::MAX);
+        let changes = messages.chunks(BATCH).map(async |batch| {
+            let entries = batch.iter().enumerate().map(|(index, message)| {
+                ChangeMessageVisibilityBatchRequestEntry::builder()
+                    .id(index.to_string())
+                    .receipt_handle(&message.receipt)
+                    .visibility_timeout(seconds)
+                    .build()
+                    .expect("id and receipt are set")
+            });
+            let change = self.client.change_message_visibility_batch().queue_url(url);
+            let change = change.set_entries(Some(entries.collect())).send().await;
+            change.map_err(word("ChangeMessageVisibilityBatch"))
+        });
+        try_join_all(changes).await.map(drop)
+    }
+
+    pub async fn delete(&self, url: &str, messages: &[Received]) -> Result<(), AwsError> {
+        let deletes = messages.chunks(BATCH).map(async |batch| {
+            let entries = batch.iter().enumerate().map(|(index, message)| {
+                DeleteMessageBatchRequestEntry::builder()
+                    .id(index.to_string())
+                    .receipt_handle(&message.receipt)
+                    .build()
+                    .expect("id and receipt are set")
+            });
+            let delete = self.client.delete_message_batch().queue_url(url).set_entries(Some(entries.collect()));
+            delete.send().await.map_err(word("DeleteMessageBatch"))
+        });
+        try_join_all(deletes).await.map(drop)
+    }
+
+    /// How many messages there are, hidden and delayed ones too, give or take what SQS has not counted yet.
+    pub async fn size(&self, url: &str) -> Result<u32, AwsError> {
+        use QueueAttributeName::{
+            ApproximateNumberOfMessages as Visible, ApproximateNumberOfMessagesDelayed as Delayed,
+            ApproximateNumberOfMessagesNotVisible as Hidden,
+        };
+        let names = vec![Visible, Hidden, Delayed];
+        let get = self.client.get_queue_attributes().queue_url(url).set_attribute_names(Some(names));
+        let answer = get.send().await.map_err(word("GetQueueAttributes"))?;
+        Ok(answer.attributes.unwrap_or_default().values().filter_map(|text| text.parse::<u32>().ok()).sum())
+    }
+
+    pub async fn remove(&self, url: &str) -> Result<(), AwsError> {
+        match self.client.delete_queue().queue_url(url).send().await.map_err(word("DeleteQueue")) {
+            Err(error)
+                if !error
+                    .code()
+                    .is_some_and(|code| code.contains("NonExistentQueue") || code.contains("QueueDoesNotExist")) =>
+            {
+                Err(error)
+            }
+            _ => Ok(()),
+        }
+    }
+}

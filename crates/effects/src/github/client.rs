@@ -1,0 +1,352 @@
+//! GitHub: runners, their groups and tokens, and jobs.
+
+use std::{sync::Arc, time::Duration};
+
+use futures::FutureExt;
+use http::Method;
+use paddock_core::demand::quota::Scope;
+use secrecy::SecretString;
+use serde::{Deserialize, de::IgnoredAny};
+use serde_json::json;
+
+use super::{credentials::Credentials, error::GitHubError, session::Sessions};
+use crate::{cache::ExpiringCache, fence::Fence};
+
+/// The one group of runners that repositories have.
+const DEFAULT_GROUP: i64 = 1;
+/// As many entries as GitHub puts on a page.
+pub(super) const PER_PAGE: usize = 100;
+
+/// A runner that GitHub knows.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct KnownRunner {
+    pub id: i64,
+    pub name: String,
+    /// `online` or `offline`.
+    pub status: String,
+    pub busy: bool,
+}
+
+impl KnownRunner {
+    pub fn is_up(&self) -> bool {
+        self.busy || self.status == "online"
+    }
+}
+
+/// What a new JIT runner starts with; the text lets its bearer be that runner.
+#[derive(Clone, Debug)]
+pub struct JitConfig {
+    pub runner_id: i64,
+    pub encoded: SecretString,
+}
+
+/// How a removal went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Removal {
+    Deleted,
+    Gone,
+    /// It runs a job and stays.
+    Busy,
+}
+
+/// A job of a workflow run.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct WorkflowJob {
+    pub id: i64,
+    pub run_id: i64,
+    /// `queued`, `in_progress`, `completed`, `waiting`, …
+    pub status: String,
+    pub conclusion: Option<String>,
+    pub runner_id: Option<i64>,
+    pub runner_name: Option<String>,
+}
+
+/// GitHub's REST API, at one address for every pool.
+#[derive(Clone)]
+pub struct GitHub {
+    html_url: String,
+    pub(super) sessions: Arc<Sessions>,
+    groups: Arc<ExpiringCache<GroupKey, i64>>,
+}
+
+/// The credential, organisation and name of a runner group.
+type GroupKey = (String, String, String);
+/// Runner groups that are cached: one for each organisation, in practice.
+const CACHED_GROUPS: usize = 4096;
+
+/// A page of runners.
+#[derive(Deserialize)]
+struct Runners {
+    runners: Vec<KnownRunner>,
+}
+
+impl GitHub {
+    pub fn new(api_url: &str, fence: Fence) -> Self {
+        let sessions = Arc::new(Sessions::new(api_url.to_owned(), fence));
+        Self { html_url: html_url(api_url), sessions, groups: Arc::new(ExpiringCache::new(CACHED_GROUPS)) }
+    }
+
+    /// Where people, and a runner's `config.sh --url`, find GitHub.
+    pub fn html_url(&self) -> &str {
+        &self.html_url
+    }
+
+    pub async fn registration_token(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+    ) -> Result<SecretString, GitHubError> {
+        self.runner_token(credentials, scope, "registration-token").await
+    }
+
+    pub async fn remove_token(&self, credentials: &Credentials, scope: &Scope) -> Result<SecretString, GitHubError> {
+        self.runner_token(credentials, scope, "remove-token").await
+    }
+
+    async fn runner_token(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        kind: &str,
+    ) -> Result<SecretString, GitHubError> {
+        #[derive(Deserialize)]
+        struct Answer {
+            token: String,
+        }
+        let route = format!("{}/actions/runners/{kind}", scope.route());
+        let answer: Answer = self.sessions.call(credentials, scope, Method::POST, &route, None).await?;
+        Ok(answer.token.into())
+    }
+
+    /// The group's number; it is made where it is missing. Public repositories may use it: whoever serves an owner's jobs
+    /// must not leave those of its public repositories queued, and each runner serves one job alone.
+    pub async fn ensure_runner_group(
+        &self,
+        credentials: &Credentials,
+        org: &str,
+        name: &str,
+    ) -> Result<i64, GitHubError> {
+        let scope = Scope::Organization(org.to_owned());
+        let fetch = async {
+            let id = match self.find_group(credentials, &scope, name).await? {
+                Some(id) => id,
+                None => self.make_group(credentials, &scope, name).await?,
+            };
+            Ok((id, Duration::MAX))
+        }
+        .boxed();
+        self.groups.get_or_fetch(group_key(credentials, org, name), fetch).await
+    }
+
+    /// The group's number, where it exists.
+    async fn known_group(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        name: &str,
+    ) -> Result<Option<i64>, GitHubError> {
+        let fetch = async {
+            match self.find_group(credentials, scope, name).await {
+                Ok(Some(id)) => Ok((id, Duration::MAX)),
+                Ok(None) => Err(None),
+                Err(error) => Err(Some(error)),
+            }
+        }
+        .boxed();
+        match self.groups.get_or_fetch(group_key(credentials, scope.owner(), name), fetch).await {
+            Ok(id) => Ok(Some(id)),
+            Err(None) => Ok(None),
+            Err(Some(error)) => Err(error),
+        }
+    }
+
+    async fn find_group(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        name: &str,
+    ) -> Result<Option<i64>, GitHubError> {
+        #[derive(Deserialize)]
+        struct Page {
+            runner_groups: Vec<Group>,
+        }
+        for page in 1.. {
+            let route = format!("{}/actions/runner-groups?per_page={PER_PAGE}&page={page}", scope.route());
+            let found: Page = self.sessions.call(credentials, scope, Method::GET, &route, None).await?;
+            if let Some(group) = found.runner_groups.iter().find(|group| group.name.eq_ignore_ascii_case(name)) {
+                return Ok(Some(group.id));
+            }
+            if found.runner_groups.len() < PER_PAGE {
+                break;
+            }
+        }
+        Ok(None)
+    }
+
+    async fn make_group(&self, credentials: &Credentials, scope: &Scope, name: &str) -> Result<i64, GitHubError> {
+        let route = format!("{}/actions/runner-groups", scope.route());
+        let body = json!({"name": name, "visibility": "all", "allows_public_repositories": true});
+        match self.sessions.call::<Group>(credentials, scope, Method::POST, &route, Some(&body)).await {
+            Ok(group) => Ok(group.id),
+            // Made a moment ago, perhaps by us with the answer lost.
+            Err(GitHubError::NameTaken) => {
+                let found = self.find_group(credentials, scope, name).await?;
+                found.ok_or_else(|| GitHubError::Unavailable(format!("runner group {name} exists and is not listed")))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A new runner that may run one job. A repository has no groups beside the default one.
+    pub async fn create_jit_config(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        name: &str,
+        labels: &[String],
+        group: Option<&str>,
+    ) -> Result<JitConfig, GitHubError> {
+        #[derive(Deserialize)]
+        struct Answer {
+            runner: KnownRunner,
+            encoded_jit_config: String,
+        }
+        let group_id = match (scope, group) {
+            (Scope::Organization(org), Some(group)) => self.ensure_runner_group(credentials, org, group).await?,
+            (Scope::Organization(_) | Scope::Repository { .. }, _) => DEFAULT_GROUP,
+        };
+        let route = format!("{}/actions/runners/generate-jitconfig", scope.route());
+        let body = json!({"name": name, "runner_group_id": group_id, "labels": labels, "work_folder": "_work"});
+        let answer = self.sessions.call::<Answer>(credentials, scope, Method::POST, &route, Some(&body)).await;
+        if let (Err(GitHubError::NotFound(_)), Scope::Organization(org), Some(group)) = (&answer, scope, group) {
+            // The group was deleted: look for it again next time.
+            self.groups.invalidate(&group_key(credentials, org, group)).await;
+        }
+        let answer = answer?;
+        Ok(JitConfig { runner_id: answer.runner.id, encoded: answer.encoded_jit_config.into() })
+    }
+
+    pub async fn runner_by_name(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        name: &str,
+    ) -> Result<Option<KnownRunner>, GitHubError> {
+        let route = format!("{}/actions/runners?name={name}&per_page={PER_PAGE}", scope.route());
+        let page: Runners = self.sessions.call(credentials, scope, Method::GET, &route, None).await?;
+        Ok(page.runners.into_iter().find(|runner| runner.name.eq_ignore_ascii_case(name)))
+    }
+
+    /// Every runner of an organisation's group, or of a repository. It is a look that can wait while little of the rate
+    /// limit is left.
+    pub async fn runners(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        group: &str,
+    ) -> Result<Vec<KnownRunner>, GitHubError> {
+        let list = match scope {
+            Scope::Repository { .. } => format!("{}/actions/runners", scope.route()),
+            Scope::Organization(_) => match self.known_group(credentials, scope, group).await? {
+                Some(id) => format!("{}/actions/runner-groups/{id}/runners", scope.route()),
+                // Whoever makes the first runner makes the group.
+                None => return Ok(vec![]),
+            },
+        };
+        let mut all = Vec::new();
+        for page in 1.. {
+            let route = format!("{list}?per_page={PER_PAGE}&page={page}");
+            let found = self.sessions.look::<Runners>(credentials, scope, &route).await;
+            if let (Err(GitHubError::NotFound(_)), Scope::Organization(org)) = (&found, scope) {
+                // The group was deleted: look for it again next time.
+                self.groups.invalidate(&group_key(credentials, org, group)).await;
+            }
+            let found = found?.runners;
+            let last = found.len() < PER_PAGE;
+            all.extend(found);
+            if last {
+                break;
+            }
+        }
+        Ok(all)
+    }
+
+    pub async fn delete_runner(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        id: i64,
+    ) -> Result<Removal, GitHubError> {
+        let route = format!("{}/actions/runners/{id}", scope.route());
+        match self.sessions.call::<Option<IgnoredAny>>(credentials, scope, Method::DELETE, &route, None).await {
+            Ok(_) => Ok(Removal::Deleted),
+            Err(GitHubError::NotFound(_)) => Ok(Removal::Gone),
+            // The only thing that GitHub refuses so is a runner with a job.
+            Err(GitHubError::Refused(_) | GitHubError::Busy) => Ok(Removal::Busy),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Removes whatever has this name. It is looked for first: an empty list is proof that there is none, while a 404 may
+    /// also mean that the App lost its rights.
+    pub async fn remove_runner(
+        &self,
+        credentials: &Credentials,
+        scope: &Scope,
+        name: &str,
+    ) -> Result<Removal, GitHubError> {
+        match self.runner_by_name(credentials, scope, name).await? {
+            None => Ok(Removal::Gone),
+            Some(runner) if runner.busy => Ok(Removal::Busy),
+            Some(runner) => self.delete_runner(credentials, scope, runner.id).await,
+        }
+    }
+
+    /// A job of a repository, which is given with its owner's name.
+    pub async fn job(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<WorkflowJob, GitHubError> {
+        let scope = repository_scope(repository);
+        let route = format!("{}/actions/jobs/{id}", scope.route());
+        self.sessions.look(credentials, &scope, &route).await
+    }
+
+    /// Whether a workflow run is over.
+    pub async fn run_is_over(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<bool, GitHubError> {
+        #[derive(Deserialize)]
+        struct Run {
+            status: String,
+        }
+        let scope = repository_scope(repository);
+        let route = format!("{}/actions/runs/{id}", scope.route());
+        let run: Run = self.sessions.look(credentials, &scope, &route).await?;
+        Ok(run.status == "completed")
+    }
+}
+
+fn group_key(credentials: &Credentials, org: &str, group: &str) -> GroupKey {
+    (credentials.fingerprint.clone(), org.to_lowercase(), group.to_lowercase())
+}
+
+fn repository_scope(full: &str) -> Scope {
+    let (owner, name) = full.split_once('/').unwrap_or(("", full));
+    Scope::Repository { owner: owner.into(), name: name.into() }
+}
+
+#[derive(Deserialize)]
+struct Group {
+    id: i64,
+    name: String,
+}
+
+/// `https://api.github.com` is GitHub's own address; GitHub Enterprise Server has its API below `/api/v3`, and one with
+/// data residency at `api.HOST`.
+fn html_url(api_url: &str) -> String {
+    let url = api_url.trim_end_matches('/');
+    match url.strip_suffix("/api/v3") {
+        Some(host) => host.to_owned(),
+        None => url.replacen("://api.", "://", 1),
+    }
+}
+
+#[cfg(test)]
+#[path = "client_tests.rs"]
+mod tests;

@@ -1,0 +1,230 @@
+//! The adapter against the simulator. The end-to-end tests hold its requests against GitHub's published API.
+
+use std::time::{Duration, Instant};
+
+use jiff::Timestamp;
+use paddock_bed_github::{Effect, Fault, GitHub as Simulator, JobRequest, Options};
+use secrecy::ExposeSecret;
+
+use super::{super::credentials::Auth, *};
+
+const JIT: &str = "/orgs/{org}/actions/runners/generate-jitconfig";
+const TOKENS: &str = "/app/installations/{installation_id}/access_tokens";
+
+struct Stage {
+    simulator: Simulator,
+    github: GitHub,
+    app: Credentials,
+    fence: Fence,
+    scope: Scope,
+}
+
+async fn stage() -> Stage {
+    stage_at(Simulator::start(Options::default()).await.unwrap())
+}
+
+fn stage_at(simulator: Simulator) -> Stage {
+    simulator.organization("acme");
+    simulator.repository("acme", "hello", false).unwrap();
+    let app = simulator.app("paddock");
+    simulator.install(app.id, "acme").unwrap();
+    let key = octocrab::auth::EncodingKey::from_rsa_pem(app.private_key.as_bytes()).unwrap();
+    let auth = Auth::App { id: app.id.into(), key, installation: None };
+    let fence = Fence::default();
+    fence.open_until(Instant::now() + Duration::from_secs(600));
+    let github = GitHub::new(&simulator.api_url(), fence.clone());
+    let app = Credentials { auth, fingerprint: "app".into() };
+    Stage { simulator, github, app, fence, scope: Scope::Organization("acme".into()) }
+}
+
+impl Stage {
+    async fn jit(&self, name: &str) -> Result<JitConfig, GitHubError> {
+        self.github.create_jit_config(&self.app, &self.scope, name, &["rv".into()], Some("Boards")).await
+    }
+
+    async fn remove(&self, name: &str) -> Result<Removal, GitHubError> {
+        self.github.remove_runner(&self.app, &self.scope, name).await
+    }
+
+    fn fail(&self, method: &str, path: &str, effect: Effect) {
+        self.simulator.fault(Fault::new(method, path, effect).times(1));
+    }
+}
+
+#[tokio::test]
+async fn one_token_and_one_group_serve_many_runners_at_once() {
+    let stage = stage().await;
+    let names = ["a", "b", "c", "d"];
+    let made = futures::future::join_all(names.map(|name| stage.jit(name))).await;
+    assert!(made.iter().all(Result::is_ok), "{made:?}");
+    assert_eq!(stage.simulator.count("POST", TOKENS), 1);
+    assert_eq!(stage.simulator.count("POST", "/orgs/{org}/actions/runner-groups"), 1);
+    assert_eq!(stage.simulator.runners().len(), 4);
+    assert!(!format!("{made:?}").contains(made[0].as_ref().unwrap().encoded.expose_secret()));
+}
+
+#[tokio::test]
+async fn a_taken_name_is_told_apart_and_can_be_freed() {
+    let stage = stage().await;
+    stage.jit("a").await.unwrap();
+    assert_eq!(stage.jit("a").await.unwrap_err(), GitHubError::NameTaken);
+    assert_eq!(stage.remove("a").await, Ok(Removal::Deleted));
+    assert_eq!(stage.remove("a").await, Ok(Removal::Gone));
+    stage.jit("a").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_lost_answer_is_not_repeated_and_leaves_the_name_taken() {
+    let stage = stage().await;
+    stage.fail("POST", "/orgs/acme/actions/runners/generate-jitconfig", Effect::LostResponse);
+    assert!(matches!(stage.jit("a").await, Err(GitHubError::Unavailable(_))));
+    assert_eq!(stage.simulator.count("POST", JIT), 1);
+    assert_eq!(stage.jit("a").await.unwrap_err(), GitHubError::NameTaken);
+}
+
+#[tokio::test]
+async fn i5_a_failed_write_is_not_repeated_behind_the_fence() {
+    for status in [429, 500, 503] {
+        let stage = stage().await;
+        let failure = Effect::Status { status, retry_after: None, reset_in: None };
+        stage.fail("POST", "/orgs/acme/actions/runners/generate-jitconfig", failure);
+        assert!(stage.jit("a").await.is_err(), "{status}");
+        assert_eq!(stage.simulator.count("POST", JIT), 1, "{status}");
+    }
+}
+
+#[tokio::test]
+async fn a_busy_runner_stays() {
+    let stage = stage().await;
+    stage.jit("a").await.unwrap();
+    stage.simulator.play_runner("a").unwrap();
+    let request =
+        JobRequest { owner: "acme".into(), repo: "hello".into(), labels: vec!["rv".into()], ..JobRequest::default() };
+    let job = stage.simulator.queue_job(request).unwrap();
+    let taken =
+        stage.simulator.until_job(job.id, Duration::from_secs(120), |job| job.taken_by.is_some()).await.unwrap();
+    let runner = stage.github.runner_by_name(&stage.app, &stage.scope, "a").await.unwrap().unwrap();
+    assert!(runner.busy && runner.is_up());
+    assert_eq!(stage.remove("a").await, Ok(Removal::Busy));
+    let removed = stage.github.delete_runner(&stage.app, &stage.scope, runner.id).await;
+    assert_eq!(removed, Ok(Removal::Busy), "also when it became busy after we looked");
+    let id = i64::try_from(taken.id).unwrap();
+    let seen = stage.github.job(&stage.app, "acme/hello", id).await.unwrap();
+    assert_eq!((seen.status.as_str(), seen.runner_name.as_deref()), ("in_progress", Some("a")));
+}
+
+#[tokio::test]
+async fn a_rate_limit_pauses_that_installation_and_nobody_else() {
+    let stage = stage().await;
+    let limit = Effect::Status { status: 403, retry_after: Some(600), reset_in: None };
+    stage.fail("GET", "/orgs/acme/actions/runners", limit);
+    let before = Timestamp::now();
+    let Err(GitHubError::RateLimited { until }) = stage.remove("a").await else { panic!("must be limited") };
+    assert!(until >= before + jiff::SignedDuration::from_secs(600));
+    let calls = stage.simulator.calls();
+    assert_eq!(stage.remove("a").await, Err(GitHubError::RateLimited { until }));
+    assert_eq!(stage.simulator.calls(), calls, "nothing was asked");
+    let other = Credentials { fingerprint: "other".into(), ..stage.app.clone() };
+    assert_eq!(stage.github.remove_runner(&other, &stage.scope, "a").await, Ok(Removal::Gone));
+}
+
+#[tokio::test]
+async fn a_refused_token_is_replaced_once() {
+    let stage = stage().await;
+    stage.remove("a").await.unwrap();
+    stage.fail("GET", "/orgs/acme/actions/runners", Effect::Status { status: 401, retry_after: None, reset_in: None });
+    assert_eq!(stage.remove("a").await, Ok(Removal::Gone));
+    assert_eq!(stage.simulator.count("POST", TOKENS), 2);
+}
+
+#[tokio::test]
+async fn the_runners_of_a_group_are_listed_page_by_page_with_a_token_that_expires_on_the_way() {
+    let stage = stage().await;
+    let list = |group: &'static str| stage.github.runners(&stage.app, &stage.scope, group);
+    assert_eq!(list("Boards").await, Ok(vec![]), "nobody made the group yet");
+    stage.jit("a").await.unwrap();
+    let like = stage.simulator.runner("a").unwrap();
+    for number in 0..150 {
+        stage.simulator.add_runner(&like, &format!("r{number}"));
+    }
+    let expired = Effect::Status { status: 401, retry_after: None, reset_in: None };
+    let path = "/orgs/acme/actions/runner-groups/*/runners";
+    stage.simulator.fault(Fault { skip: 1, ..Fault::new("GET", path, expired).times(1) });
+    assert_eq!(list("Boards").await.unwrap().len(), 151);
+    assert_eq!(list("Default").await, Ok(vec![]), "other groups are not ours");
+}
+
+#[tokio::test]
+async fn little_of_the_limit_left_is_kept_for_what_cannot_wait() {
+    let simulator = Simulator::start(Options { hourly_limit: 50, ..Options::default() }).await.unwrap();
+    let stage = stage_at(simulator);
+    let mut made = 0;
+    let until = loop {
+        match stage.github.job(&stage.app, "acme/hello", 1).await {
+            Err(GitHubError::NotFound(_)) => made += 1,
+            Err(GitHubError::RateLimited { until }) => break until,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert!((40..50).contains(&made), "{made} looks");
+    assert!(until > Timestamp::now());
+    stage.jit("a").await.expect("a runner is worth one of the last calls");
+}
+
+#[tokio::test]
+async fn an_owner_that_gets_no_answer_is_left_alone_for_a_while_and_others_are_served() {
+    let stage = stage().await;
+    let line = super::super::concurrency::Concurrency::new().line("app", &stage.scope);
+    let silent = async || line.run(async { Err::<(), _>(GitHubError::NoAnswer(Duration::ZERO)) }).await;
+    let Err(GitHubError::NoAnswer(pause)) = silent().await else { panic!("no answer") };
+    assert_eq!(pause, Duration::from_secs(5));
+    let skipped = line.run(async { Ok(()) }).await;
+    assert!(matches!(skipped, Err(GitHubError::NoAnswer(_))), "it is not asked meanwhile");
+    stage.jit("b").await.unwrap();
+}
+
+#[tokio::test]
+async fn without_the_lease_nothing_is_written() {
+    let stage = stage().await;
+    stage.remove("a").await.unwrap();
+    stage.fence.close();
+    assert!(matches!(stage.jit("a").await, Err(GitHubError::Fenced(_))));
+    assert_eq!(stage.remove("a").await, Ok(Removal::Gone), "looking is allowed");
+    assert!(stage.simulator.runners().is_empty());
+}
+
+#[tokio::test]
+async fn a_stranger_is_told_what_to_do() {
+    let stage = stage().await;
+    stage.simulator.organization("other");
+    let scope = Scope::Organization("other".into());
+    let error = stage.github.registration_token(&stage.app, &scope).await.unwrap_err();
+    assert_eq!(error, GitHubError::NotFound("the App is not installed for other".into()));
+    assert!(error.is_final());
+}
+
+#[tokio::test]
+async fn a_token_of_a_person_and_a_repository_work_too() {
+    let stage = stage().await;
+    stage.simulator.user("octo");
+    stage.simulator.repository("octo", "hello", true).unwrap();
+    let token = stage.simulator.personal_token(&["octo"]);
+    let token = Credentials { auth: Auth::Token(token.into()), fingerprint: "token".into() };
+    let scope = Scope::Repository { owner: "octo".into(), name: "hello".into() };
+    let jit = stage.github.create_jit_config(&token, &scope, "a", &["rv".into()], Some("Boards")).await.unwrap();
+    assert_eq!(stage.github.delete_runner(&token, &scope, jit.runner_id).await, Ok(Removal::Deleted));
+    stage.github.registration_token(&token, &scope).await.unwrap();
+    stage.github.remove_token(&token, &scope).await.unwrap();
+}
+
+#[test]
+fn people_find_github_where_its_api_is() {
+    for (api, html) in [
+        ("https://api.github.com", "https://github.com"),
+        ("https://ghes.example/api/v3", "https://ghes.example"),
+        ("http://127.0.0.1:9/api/v3/", "http://127.0.0.1:9"),
+        ("https://api.acme.ghe.com", "https://acme.ghe.com"),
+    ] {
+        assert_eq!(html_url(api), html);
+    }
+}

@@ -1,0 +1,257 @@
+//! Leader election by a Lease: one replica works, the others serve pages and wait.
+//!
+//! As in client-go, a lease is judged by how long *we* have not seen it change, never by comparing clocks of two
+//! machines. Every renewal opens the [`Fence`] for the lease's duration counted from before the request was sent,
+//! so it closes here before anybody else may take over.
+
+use std::time::{Duration, Instant};
+
+use futures::{Stream, StreamExt};
+use jiff::Timestamp;
+use k8s_openapi::{
+    api::coordination::v1::{Lease, LeaseSpec},
+    apimachinery::pkg::apis::meta::v1::MicroTime,
+};
+use kube::{
+    Api, Client, ResourceExt,
+    api::{ObjectMeta, PostParams},
+    runtime::{WatchStreamExt, watcher},
+};
+use tokio_util::sync::CancellationToken;
+
+use crate::fence::Fence;
+
+/// The name of the Lease, in the operator's own namespace.
+pub const LEASE: &str = "paddock";
+
+/// How long a replica waits after a write that failed.
+const PAUSE: Duration = Duration::from_millis(300);
+
+/// A lease as last seen, and when that was by our own clock.
+struct ObservedLease {
+    lease: Option<Lease>,
+    since: Instant,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum LeaseAction {
+    /// Write our name, over this version of the lease.
+    Write,
+    /// Do nothing until the lease changes or this instant comes.
+    Wait(Instant),
+}
+
+/// Who holds a lease; nobody, if it is free.
+fn holder(seen: &ObservedLease) -> &str {
+    let spec = seen.lease.as_ref().and_then(|lease| lease.spec.as_ref());
+    spec.and_then(|spec| spec.holder_identity.as_deref()).unwrap_or_default()
+}
+
+/// What a replica called `me` does next.
+fn step(seen: &ObservedLease, me: &str, lease_duration: Duration, now: Instant) -> LeaseAction {
+    let spec = seen.lease.as_ref().and_then(|lease| lease.spec.as_ref());
+    let wait = match holder(seen) {
+        "" => Duration::ZERO,
+        // Thrice in a lease's life, so that two lost renewals do not lose the lease.
+        holder if holder == me => lease_duration / 3,
+        _ => match spec.and_then(|spec| spec.lease_duration_seconds) {
+            Some(seconds) => Duration::from_secs(seconds.max(0).cast_unsigned().into()),
+            None => lease_duration,
+        },
+    };
+    let due = seen.since + wait;
+    if due <= now { LeaseAction::Write } else { LeaseAction::Wait(due) }
+}
+
+/// The lease with our name in it, as a write over what was seen.
+fn with_holder(seen: Option<&Lease>, me: Option<&str>, lease_duration: Duration, now: Timestamp) -> Lease {
+    let old = seen.and_then(|lease| lease.spec.clone()).unwrap_or_default();
+    let same = old.holder_identity.as_deref() == me;
+    Lease {
+        metadata: ObjectMeta {
+            name: Some(LEASE.into()),
+            resource_version: seen.and_then(ResourceExt::resource_version),
+            ..ObjectMeta::default()
+        },
+        spec: Some(LeaseSpec {
+            holder_identity: me.map(str::to_owned),
+            lease_duration_seconds: Some(lease_duration.as_secs().try_into().unwrap_or(i32::MAX)),
+            renew_time: Some(MicroTime(now)),
+            acquire_time: if same { old.acquire_time } else { Some(MicroTime(now)) },
+            lease_transitions: Some(old.lease_transitions.unwrap_or(0) + i32::from(!same && me.is_some())),
+            ..LeaseSpec::default()
+        }),
+    }
+}
+
+pub struct Election {
+    pub client: Client,
+    pub namespace: String,
+    /// Unique among replicas and restarts: a restarted pod of the same name must not take itself for the old one.
+    pub identity: String,
+    pub duration: Duration,
+    pub fence: Fence,
+}
+
+impl Election {
+    /// Campaigns until `stop`; calls `elected` when the lease is first held.
+    ///
+    /// Returns when the lease was lost after it was held, or when stopped; gives a held lease up on the way out, so
+    /// that another replica takes over at once.
+    pub async fn run(&self, elected: impl FnOnce(), stop: CancellationToken) -> Result<(), Lost> {
+        let api: Api<Lease> = Api::namespaced(self.client.clone(), &self.namespace);
+        let mut changes = std::pin::pin!(watcher::watch_object(api.clone(), LEASE).default_backoff());
+        let mut seen = tokio::select! {
+            () = stop.cancelled() => return Ok(()),
+            seen = next(&mut changes) => seen,
+        };
+        let mut elected = Some(elected);
+        loop {
+            if elected.is_none() && self.fence.check().is_err() {
+                return Err(Lost);
+            }
+            match step(&seen, &self.identity, self.duration, Instant::now()) {
+                LeaseAction::Wait(until) => tokio::select! {
+                    () = stop.cancelled() => break,
+                    () = tokio::time::sleep_until(until.into()) => {}
+                    changed = next(&mut changes) => seen = newer(seen, changed),
+                },
+                LeaseAction::Write => {
+                    let sent = Instant::now();
+                    let lease = with_holder(seen.lease.as_ref(), Some(&self.identity), self.duration, Timestamp::now());
+                    let written = tokio::time::timeout(self.duration / 3, write(&api, &lease)).await;
+                    match written {
+                        Ok(Ok(lease)) => {
+                            self.fence.open_until(sent + self.duration);
+                            seen = ObservedLease { lease: Some(lease), since: sent };
+                            if let Some(elected) = elected.take() {
+                                tracing::info!(identity = self.identity, "leading");
+                                elected();
+                            }
+                        }
+                        outcome => {
+                            let conflict = matches!(&outcome, Ok(Err(kube::Error::Api(status)))
+                                if status.is_conflict() || status.is_already_exists());
+                            if conflict && elected.is_none() && !self.still_ours(&api).await {
+                                self.fence.close();
+                                return Err(Lost);
+                            }
+                            if !conflict {
+                                let error = match outcome {
+                                    Ok(written) => written.err().map(|error| error.to_string()).unwrap_or_default(),
+                                    Err(_) => "no answer in time".to_owned(),
+                                };
+                                tracing::warn!(error, "the lease could not be written");
+                            }
+                            // What is there now decides what comes next; it comes with the watch, or is asked for.
+                            tokio::select! {
+                                () = stop.cancelled() => break,
+                                changed = next(&mut changes) => seen = newer(seen, changed),
+                                () = tokio::time::sleep(PAUSE) => if let Ok(lease) = api.get_opt(LEASE).await {
+                                    seen = newer(seen, ObservedLease { lease, since: Instant::now() });
+                                },
+                            }
+                            // Our own is renewed without delay: the fence does not wait.
+                            if holder(&seen) == self.identity {
+                                seen.since = sent.checked_sub(self.duration).unwrap_or(sent);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        if elected.is_none() {
+            self.fence.close();
+            let released = with_holder(seen.lease.as_ref(), None, self.duration, Timestamp::now());
+            match write(&api, &released).await {
+                Ok(_) => tracing::info!("gave the lease up"),
+                Err(error) => tracing::warn!(%error, "the lease could not be given up; it runs out by itself"),
+            }
+        }
+        Ok(())
+    }
+
+    async fn still_ours(&self, api: &Api<Lease>) -> bool {
+        match api.get(LEASE).await {
+            Ok(lease) => lease.spec.and_then(|spec| spec.holder_identity).as_deref() == Some(&self.identity),
+            Err(_) => false,
+        }
+    }
+}
+
+/// The lease was held and is not any more.
+#[derive(Debug, thiserror::Error)]
+#[error("the lease was lost; this replica stops at once and starts over as a follower")]
+pub struct Lost;
+
+async fn write(api: &Api<Lease>, lease: &Lease) -> kube::Result<Lease> {
+    match lease.metadata.resource_version {
+        Some(_) => api.replace(LEASE, &PostParams::default(), lease).await,
+        None => api.create(&PostParams::default(), lease).await,
+    }
+}
+
+async fn next(changes: &mut (impl Stream<Item = watcher::Result<Option<Lease>>> + Unpin)) -> ObservedLease {
+    loop {
+        match changes.next().await {
+            Some(Ok(lease)) => return ObservedLease { lease, since: Instant::now() },
+            Some(Err(error)) => tracing::warn!(%error, "the lease cannot be watched"),
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// The watch also brings our own writes back, late: those must not count as news.
+fn newer(old: ObservedLease, new: ObservedLease) -> ObservedLease {
+    let version = |seen: &ObservedLease| seen.lease.as_ref().and_then(ResourceExt::resource_version);
+    let renewed = |seen: &ObservedLease| {
+        seen.lease.as_ref().and_then(|lease| lease.spec.as_ref()).and_then(|spec| spec.renew_time.clone())
+    };
+    let stale = holder(&old) == holder(&new) && renewed(&new) < renewed(&old);
+    if stale || version(&old) == version(&new) { old } else { new }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIFE: Duration = Duration::from_secs(15);
+
+    fn seen(holder: Option<&str>, since: Instant) -> ObservedLease {
+        ObservedLease { lease: Some(with_holder(None, holder, LIFE, Timestamp::UNIX_EPOCH)), since }
+    }
+
+    #[test]
+    fn a_free_lease_is_taken_at_once() {
+        let now = Instant::now();
+        assert_eq!(step(&seen(None, now), "a", LIFE, now), LeaseAction::Write);
+        assert_eq!(step(&seen(Some(""), now), "a", LIFE, now), LeaseAction::Write);
+        assert_eq!(step(&ObservedLease { lease: None, since: now }, "a", LIFE, now), LeaseAction::Write);
+    }
+
+    #[test]
+    fn our_own_lease_is_renewed_after_a_third_of_its_life() {
+        let now = Instant::now();
+        assert_eq!(step(&seen(Some("a"), now), "a", LIFE, now), LeaseAction::Wait(now + LIFE / 3));
+        assert_eq!(step(&seen(Some("a"), now), "a", LIFE, now + LIFE / 3), LeaseAction::Write);
+    }
+
+    #[test]
+    fn anothers_lease_is_taken_only_when_it_did_not_change_for_its_whole_life() {
+        let now = Instant::now();
+        let other = seen(Some("b"), now);
+        assert_eq!(step(&other, "a", LIFE, now + LIFE - Duration::from_millis(1)), LeaseAction::Wait(now + LIFE));
+        assert_eq!(step(&other, "a", LIFE, now + LIFE), LeaseAction::Write);
+    }
+
+    #[test]
+    fn transitions_count_changes_of_holder_and_a_release_names_nobody() {
+        let first = with_holder(None, Some("a"), LIFE, Timestamp::UNIX_EPOCH);
+        let renewed = with_holder(Some(&first), Some("a"), LIFE, Timestamp::UNIX_EPOCH);
+        let released = with_holder(Some(&renewed), None, LIFE, Timestamp::UNIX_EPOCH);
+        let taken = with_holder(Some(&released), Some("b"), LIFE, Timestamp::UNIX_EPOCH);
+        let count = |lease: &Lease| lease.spec.as_ref().unwrap().lease_transitions;
+        assert_eq!([&first, &renewed, &released, &taken].map(count), [Some(1), Some(1), Some(1), Some(2)]);
+        assert_eq!(released.spec.unwrap().holder_identity, None);
+    }
+}

@@ -1,0 +1,7 @@
+//! Kubernetes: clients, election, caches, events and writes.
+
+pub mod client;
+pub mod events;
+pub mod leader;
+pub mod objects;
+pub mod stores;

@@ -1,0 +1,167 @@
+//! Writing objects so that a stale view cannot undo what happened since.
+
+use std::fmt::Debug;
+
+use kube::{
+    Api, Client, Resource, ResourceExt,
+    api::{DeleteParams, Patch, PatchParams},
+    core::NamespaceResourceScope,
+};
+use paddock_core::api::{FIELD_MANAGER, FINALIZER};
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::json;
+
+pub trait Object:
+    Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + Debug + DeserializeOwned + Send + Sync + 'static
+{
+}
+
+impl<K> Object for K where
+    K: Resource<DynamicType = (), Scope = NamespaceResourceScope>
+        + Clone
+        + Debug
+        + DeserializeOwned
+        + Send
+        + Sync
+        + 'static
+{
+}
+
+/// A request that the API server did not carry out.
+#[derive(Debug, thiserror::Error)]
+#[error("{request}: {source}")]
+pub struct KubeError {
+    request: String,
+    source: kube::Error,
+}
+
+impl KubeError {
+    /// `request` says what could not be done: "cannot create the pod".
+    pub fn new(request: impl Into<String>) -> impl FnOnce(kube::Error) -> Self {
+        |source| Self { request: request.into(), source }
+    }
+}
+
+type Result<T> = std::result::Result<T, KubeError>;
+
+/// Whether a write took place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Written {
+    Yes,
+    /// The object is not as it was seen, or is gone: look again when the news comes.
+    Stale,
+}
+
+pub fn api<K: Object>(client: &Client, object: &K) -> Api<K> {
+    Api::namespaced(client.clone(), &object.namespace().unwrap_or_default())
+}
+
+/// The status over exactly the version that was seen; nothing where nothing changed.
+pub async fn write_status<K: Object, S: Serialize + PartialEq>(
+    client: &Client,
+    object: &K,
+    old: Option<&S>,
+    new: &S,
+) -> Result<Written> {
+    if old == Some(new) {
+        return Ok(Written::Yes);
+    }
+    replace_status(client, object, new).await.map(told)
+}
+
+/// The status over exactly the version that was seen; gives the new version, or nothing where it was stale.
+pub async fn replace_status<K: Object>(client: &Client, object: &K, new: &impl Serialize) -> Result<Option<K>> {
+    let patch = json!({
+        "apiVersion": K::api_version(&()), "kind": K::kind(&()),
+        "metadata": {"resourceVersion": object.resource_version()},
+        "status": new,
+    });
+    let parameters = PatchParams::apply(FIELD_MANAGER).force();
+    let outcome = api(client, object).patch_status(&object.name_any(), &parameters, &Patch::Apply(patch)).await;
+    unless_stale(outcome).map_err(KubeError::new(cannot_write("the status of ", object)))
+}
+
+pub fn has_finalizer<K: Object>(object: &K) -> bool {
+    object.finalizers().iter().any(|finalizer| finalizer == FINALIZER)
+}
+
+pub async fn add_finalizer<K: Object>(client: &Client, object: &K) -> Result<Written> {
+    hold(client, object).await.map(told)
+}
+
+/// Adds the finalizer; gives the new version, or nothing where the object was stale.
+pub async fn hold<K: Object>(client: &Client, object: &K) -> Result<Option<K>> {
+    let finalizers = object.finalizers().iter().cloned().chain([FINALIZER.into()]).collect();
+    set_finalizers(client, object, finalizers).await
+}
+
+pub async fn remove_finalizer<K: Object>(client: &Client, object: &K) -> Result<Written> {
+    let finalizers = object.finalizers().iter().filter(|finalizer| *finalizer != FINALIZER).cloned().collect();
+    set_finalizers(client, object, finalizers).await.map(told)
+}
+
+async fn set_finalizers<K: Object>(client: &Client, object: &K, finalizers: Vec<String>) -> Result<Option<K>> {
+    let patch = json!({"metadata": {"resourceVersion": object.resource_version(), "finalizers": finalizers}});
+    let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
+    let outcome = api(client, object).patch(&object.name_any(), &parameters, &Patch::Merge(patch)).await;
+    unless_stale(outcome).map_err(KubeError::new(cannot_write("", object)))
+}
+
+fn unless_stale<K>(outcome: kube::Result<K>) -> kube::Result<Option<K>> {
+    match outcome {
+        Ok(object) => Ok(Some(object)),
+        Err(kube::Error::Api(status)) if status.is_conflict() || status.is_not_found() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn told<K>(object: Option<K>) -> Written {
+    if object.is_some() { Written::Yes } else { Written::Stale }
+}
+
+fn cannot_write<K: Object>(what: &str, object: &K) -> String {
+    let namespace = object.namespace().unwrap_or_default();
+    format!("cannot write {what}{} {namespace}/{}", K::kind(&()), object.name_any())
+}
+
+/// Deletes by name; one that is gone is deleted.
+pub async fn delete<K: Object>(api: &Api<K>, name: &str) -> Result<()> {
+    match api.delete(name, &DeleteParams::default()).await {
+        Ok(_) => Ok(()),
+        Err(kube::Error::Api(status)) if status.is_not_found() => Ok(()),
+        Err(error) => Err(KubeError::new(format!("cannot delete {} {name}", K::kind(&())))(error)),
+    }
+}
+
+/// Whether the API server itself said no, and would again; not that it was busy or did not answer.
+pub fn is_refusal(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status) if matches!(status.code, 400 | 403 | 422))
+}
+
+/// Whether a pod is refused because its service account is missing, as in a new namespace for a moment. The words are those
+/// of the API server's ServiceAccount admission plugin (plugin/pkg/admission/serviceaccount/admission.go, v1.35.4).
+pub fn lacks_service_account(error: &kube::Error) -> bool {
+    matches!(error, kube::Error::Api(status)
+        if status.code == 403 && status.message.contains("error looking up service account"))
+}
+
+#[cfg(test)]
+mod tests {
+    use kube::core::Status;
+
+    use super::*;
+
+    #[test]
+    fn a_missing_service_account_is_told_from_other_refusals() {
+        let answer = |code, message: &str| kube::Error::Api(Status::failure(message, "").with_code(code).boxed());
+        for (code, message) in
+            [(403, "pods \"a\" is forbidden: exceeded quota"), (422, "spec.containers: Required value")]
+        {
+            let refusal = answer(code, message);
+            assert!(is_refusal(&refusal) && !lacks_service_account(&refusal), "{message}");
+        }
+        let missing = "pods \"a\" is forbidden: error looking up service account ci/default: serviceaccount \"default\" not found";
+        assert!(lacks_service_account(&answer(403, missing)));
+        assert!(!is_refusal(&answer(503, "busy")) && !lacks_service_account(&answer(503, missing)));
+    }
+}

@@ -1,0 +1,111 @@
+use super::*;
+use crate::{
+    State,
+    item::tests::instance,
+    transition::{
+        self,
+        tests::{CLAIM, FUNCTIONS, identity, now, records},
+    },
+};
+
+/// What DynamoDB makes of the few forms of condition that are used here.
+fn evaluate(condition: &str, expression: &Expression, item: &Item) -> bool {
+    if let Some((left, right)) = condition.split_once(" AND ") {
+        return evaluate(left, expression, item) && evaluate(right, expression, item);
+    }
+    if let Some(either) = condition.strip_prefix('(').and_then(|rest| rest.strip_suffix(')')) {
+        return either.split(" OR ").any(|part| evaluate(part, expression, item));
+    }
+    let attribute = |alias: &str| item.get(expression.names.get(alias).map_or(alias, String::as_str));
+    if let Some(name) = condition.strip_prefix("attribute_not_exists(") {
+        return attribute(name.strip_suffix(')').unwrap()).is_none();
+    }
+    let [left, sign, right] = condition.split(' ').collect::<Vec<_>>()[..] else { panic!("{condition}") };
+    let Some(left) = attribute(left) else { return false };
+    let (left, right) = (left.as_s().unwrap(), expression.values[right].as_s().unwrap());
+    match sign {
+        "=" => left == right,
+        ">" => left > right,
+        other => panic!("{other} is no comparison"),
+    }
+}
+
+/// The item after the update, which may only say `SET`.
+fn updated(expression: &Expression, item: &Item) -> Item {
+    let mut item = item.clone();
+    item.extend(expression.key.clone());
+    for part in expression.update.strip_prefix("SET ").unwrap().split(", ") {
+        let (name, value) = part.split_once(" = ").unwrap();
+        item.insert(expression.names[name].clone(), expression.values[value].clone());
+    }
+    item
+}
+
+fn all() -> impl Iterator<Item = Transition> {
+    let first = transition::launch(None, identity(), Some(CLAIM), now(), now());
+    FUNCTIONS
+        .into_iter()
+        .flat_map(|(_, function)| records().into_iter().filter_map(move |seen| function(&seen)))
+        .chain(first)
+}
+
+#[test]
+fn the_condition_means_what_holds_says() {
+    let up = instance(State::Idle).threshold.unwrap();
+    let stored: Vec<_> = records().into_iter().map(Some).chain([None]).collect();
+    let mut held = 0;
+    for made in all() {
+        for now in [now(), up] {
+            let expression = made.expression(now);
+            for stored in &stored {
+                let item = stored.as_ref().map(Instance::to_item).unwrap_or_default();
+                let holds = made.holds(stored.as_ref(), now);
+                assert_eq!(evaluate(&expression.condition, &expression, &item), holds, "{expression:?} {stored:?}");
+                held += usize::from(holds);
+            }
+        }
+    }
+    assert!(held > 10, "{held}");
+}
+
+#[test]
+fn the_update_writes_what_shall_be() {
+    for made in all() {
+        let before = made.seen().map(Instance::to_item).unwrap_or_default();
+        assert_eq!(updated(&made.expression(now()), &before), made.next().to_item());
+    }
+}
+
+#[test]
+fn every_name_and_value_is_used_as_dynamodb_asks() {
+    for made in all() {
+        let Expression { update, condition, names, values, .. } = made.expression(now());
+        let text = format!("{update} {condition} ");
+        let words: Vec<_> = text.split([' ', ',', '(', ')']).collect();
+        for word in names.keys().chain(values.keys()) {
+            assert!(words.contains(&word.as_str()), "{word} in {text}");
+        }
+        for word in words.iter().filter(|word| word.starts_with(['#', ':'])) {
+            assert!(names.contains_key(*word) || values.contains_key(*word), "{word} in {text}");
+        }
+    }
+}
+
+#[test]
+fn a_record_without_leaving_is_one_where_it_is_empty() {
+    let seen = Instance { leaving: String::new(), ..instance(State::Idle) };
+    let mut item = seen.to_item();
+    item.remove(a::LEAVING);
+    let expression = transition::renew(&seen, now(), now()).unwrap().expression(now());
+    assert!(evaluate(&expression.condition, &expression, &item));
+}
+
+#[test]
+fn a_write_that_was_tried_before_is_known_by_what_is_stored() {
+    for made in all() {
+        let stored = Instance::from_item(&made.next().to_item()).unwrap();
+        assert!(made.is_stored(&stored));
+        assert!(!made.is_stored(&Instance { claims: 99, ..stored }));
+        assert!(made.seen().is_none_or(|seen| !made.is_stored(seen)));
+    }
+}

@@ -1,0 +1,334 @@
+use std::collections::HashMap;
+
+use aws_sdk_dynamodb::types::AttributeValue;
+use jiff::Timestamp;
+
+use crate::{PublicKey, Signal, State, entity, instant, stamp};
+
+type Item = HashMap<String, AttributeValue>;
+
+/// Attribute names, where a condition or a projection has to spell one.
+pub mod attribute {
+    pub const PK: &str = "PK";
+    pub const SK: &str = "SK";
+    pub const INSTANCE_ID: &str = "instanceId";
+    pub const STATE: &str = "state";
+    pub const RUN_ID: &str = "runId";
+    pub const THRESHOLD: &str = "threshold";
+    pub const UPDATED_AT: &str = "updatedAt";
+    pub const VALUE: &str = "value";
+    pub const SIGNAL: &str = "signal";
+    pub const REASON: &str = "reason";
+    pub const DETAIL: &str = "detail";
+    pub const PUBLIC_KEY: &str = "publicKey";
+    pub const RESOURCE_CLASS: &str = "resourceClass";
+    pub const INSTANCE_TYPE: &str = "instanceType";
+    pub const USAGE_CLASS: &str = "usageClass";
+    pub const POOL: &str = "pool";
+    pub const CLAIM: &str = "claim";
+    pub const ZONE: &str = "zone";
+    pub const CPU: &str = "cpu";
+    pub const MEM: &str = "mem";
+    pub const SEALED: &str = "sealed";
+    pub const LEAVING: &str = "leaving";
+    pub const CLAIMS: &str = "claims";
+    pub const FAILURE_REASON: &str = "failureReason";
+    pub const FAILURE_MESSAGE: &str = "failureMessage";
+    pub const INITIAL_RUN_ID: &str = "initialRunId";
+    pub const GITHUB_URL: &str = "githubUrl";
+}
+use attribute as a;
+
+/// The primary key of one entity's record.
+pub fn key(entity: &str, id: &str) -> Item {
+    Item::from([
+        (a::PK.into(), AttributeValue::S(format!("TYPE#{entity}"))),
+        (a::SK.into(), AttributeValue::S(format!("ID#{id}"))),
+    ])
+}
+
+/// A record that does not read as what it should be.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("attribute {attribute} of {id} is {found}")]
+pub struct ItemError {
+    pub id: String,
+    pub attribute: &'static str,
+    pub found: String,
+}
+
+/// The operator's record of one instance. Outside this crate it is read from the table or comes from a transition.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Instance {
+    pub instance_id: String,
+    pub state: State,
+    /// The run that owns the instance; empty when none does.
+    pub run_id: String,
+    /// When the instance's time in this state is up; none once it is terminated.
+    pub threshold: Option<Timestamp>,
+    pub updated_at: Timestamp,
+    /// `namespace/name` of the RunnerPool.
+    pub pool: String,
+    /// Name of the RunnerClaim, in the pool's namespace; empty when none holds the instance.
+    pub claim: String,
+    pub resource_class: String,
+    pub instance_type: String,
+    /// `on-demand` or `spot`.
+    pub usage_class: String,
+    pub zone: String,
+    pub cpu: u32,
+    /// Memory in MiB.
+    pub mem: u32,
+    /// Where the runner registers, such as `https://github.com/acme`.
+    pub github_url: String,
+    /// The registration or removal token of the run at hand, sealed to the instance's public key.
+    pub sealed: String,
+    /// The run that the instance still has to deregister from before it may be claimed again; mostly empty.
+    pub leaving: String,
+    /// The run it was created for; empty when it was created to be kept warm.
+    pub initial_run_id: String,
+    /// How many claims it has been given to.
+    pub claims: u32,
+    /// Why it was given up, in one word and for a person; empty while it lives.
+    pub failure_reason: String,
+    pub failure_message: String,
+}
+
+/// The agent's sign of life.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Heartbeat {
+    pub instance_id: String,
+    pub updated_at: Timestamp,
+    pub public_key: Option<PublicKey>,
+}
+
+/// What the agent has last done, and for which run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkerSignal {
+    pub instance_id: String,
+    pub signal: Signal,
+    pub run_id: String,
+    pub updated_at: Timestamp,
+    /// Of a failure: what failed where the signal does not tell, such as [`SCRUB`]; else empty.
+    pub reason: String,
+    /// Of a failure: why, for a person; else empty.
+    pub detail: String,
+}
+
+/// The reason of a machine that could not be scrubbed after its run.
+pub const SCRUB: &str = "scrub";
+
+impl Instance {
+    pub fn to_item(&self) -> Item {
+        let mut item = key(entity::INSTANCE, &self.instance_id);
+        let texts = [
+            (a::INSTANCE_ID, self.instance_id.clone()),
+            (a::STATE, self.state.to_string()),
+            (a::RUN_ID, self.run_id.clone()),
+            (a::THRESHOLD, self.threshold.map(stamp).unwrap_or_default()),
+            (a::UPDATED_AT, stamp(self.updated_at)),
+            (a::POOL, self.pool.clone()),
+            (a::CLAIM, self.claim.clone()),
+            (a::RESOURCE_CLASS, self.resource_class.clone()),
+            (a::INSTANCE_TYPE, self.instance_type.clone()),
+            (a::USAGE_CLASS, self.usage_class.clone()),
+            (a::ZONE, self.zone.clone()),
+            (a::GITHUB_URL, self.github_url.clone()),
+            (a::SEALED, self.sealed.clone()),
+            (a::LEAVING, self.leaving.clone()),
+            (a::INITIAL_RUN_ID, self.initial_run_id.clone()),
+            (a::FAILURE_REASON, self.failure_reason.clone()),
+            (a::FAILURE_MESSAGE, self.failure_message.clone()),
+        ];
+        item.extend(texts.map(|(name, text)| (name.to_owned(), AttributeValue::S(text))));
+        item.extend(
+            [(a::CPU, self.cpu), (a::MEM, self.mem), (a::CLAIMS, self.claims)]
+                .map(|(name, number)| (name.to_owned(), AttributeValue::N(number.to_string()))),
+        );
+        item
+    }
+
+    /// Reads a record. Only what the state machine stands on must be there; descriptive attributes may be missing,
+    /// because a record must never become invisible to the sweep that ends its instance.
+    pub fn from_item(item: &Item) -> Result<Self, ItemError> {
+        let read = Reader::new(item);
+        let state = read.word(a::STATE)?;
+        Ok(Self {
+            state,
+            run_id: read.text(a::RUN_ID),
+            threshold: match state {
+                State::Terminated => None,
+                State::Created | State::Running | State::Idle | State::Claimed => Some(read.time(a::THRESHOLD)?),
+            },
+            updated_at: read.time(a::UPDATED_AT).unwrap_or(Timestamp::UNIX_EPOCH),
+            pool: read.text(a::POOL),
+            claim: read.text(a::CLAIM),
+            resource_class: read.text(a::RESOURCE_CLASS),
+            instance_type: read.text(a::INSTANCE_TYPE),
+            usage_class: read.text(a::USAGE_CLASS),
+            zone: read.text(a::ZONE),
+            cpu: read.number(a::CPU),
+            mem: read.number(a::MEM),
+            github_url: read.text(a::GITHUB_URL),
+            sealed: read.text(a::SEALED),
+            leaving: read.text(a::LEAVING),
+            initial_run_id: read.text(a::INITIAL_RUN_ID),
+            claims: read.number(a::CLAIMS),
+            failure_reason: read.text(a::FAILURE_REASON),
+            failure_message: read.text(a::FAILURE_MESSAGE),
+            instance_id: read.id,
+        })
+    }
+}
+
+impl Heartbeat {
+    pub fn to_item(&self) -> Item {
+        let mut item = key(entity::HEARTBEAT, &self.instance_id);
+        item.insert(a::VALUE.into(), AttributeValue::S("PING".into()));
+        item.insert(a::UPDATED_AT.into(), AttributeValue::S(stamp(self.updated_at)));
+        if let Some(key) = &self.public_key {
+            item.insert(a::PUBLIC_KEY.into(), AttributeValue::S(key.to_string()));
+        }
+        item
+    }
+
+    pub fn from_item(item: &Item) -> Result<Self, ItemError> {
+        let read = Reader::new(item);
+        Ok(Self {
+            updated_at: read.time(a::UPDATED_AT)?,
+            public_key: PublicKey::parse(&read.text(a::PUBLIC_KEY)).ok(),
+            instance_id: read.id,
+        })
+    }
+}
+
+impl WorkerSignal {
+    pub fn new(instance_id: &str, signal: Signal, run_id: &str, updated_at: Timestamp) -> Self {
+        let (instance_id, run_id) = (instance_id.to_owned(), run_id.to_owned());
+        Self { instance_id, signal, run_id, updated_at, reason: String::new(), detail: String::new() }
+    }
+
+    pub fn to_item(&self) -> Item {
+        let mut item = key(entity::SIGNAL, &self.instance_id);
+        let value = [(a::SIGNAL, self.signal.to_string()), (a::RUN_ID, self.run_id.clone())];
+        let failure = [(a::REASON, self.reason.clone()), (a::DETAIL, self.detail.clone())];
+        let value = value.into_iter().chain(failure.into_iter().filter(|(_, text)| !text.is_empty()));
+        let value = value.map(|(name, text)| (name.to_owned(), AttributeValue::S(text))).collect();
+        item.insert(a::VALUE.into(), AttributeValue::M(value));
+        item.insert(a::UPDATED_AT.into(), AttributeValue::S(stamp(self.updated_at)));
+        item
+    }
+
+    pub fn from_item(item: &Item) -> Result<Self, ItemError> {
+        let outer = Reader::new(item);
+        let nothing = Item::new();
+        let value = item.get(a::VALUE).and_then(|value| value.as_m().ok()).unwrap_or(&nothing);
+        let inner = Reader { id: outer.id.clone(), item: value };
+        Ok(Self {
+            signal: inner.word(a::SIGNAL)?,
+            run_id: inner.text(a::RUN_ID),
+            reason: inner.text(a::REASON),
+            detail: inner.text(a::DETAIL),
+            updated_at: outer.time(a::UPDATED_AT).unwrap_or(Timestamp::UNIX_EPOCH),
+            instance_id: outer.id,
+        })
+    }
+}
+
+struct Reader<'a> {
+    id: String,
+    item: &'a Item,
+}
+
+impl<'a> Reader<'a> {
+    fn new(item: &'a Item) -> Self {
+        let sort_key = item.get(a::SK).and_then(|value| value.as_s().ok()).map_or("", String::as_str);
+        Self { id: sort_key.strip_prefix("ID#").unwrap_or(sort_key).to_owned(), item }
+    }
+
+    fn text(&self, name: &str) -> String {
+        self.item.get(name).and_then(|value| value.as_s().ok()).cloned().unwrap_or_default()
+    }
+
+    fn number(&self, name: &str) -> u32 {
+        self.item.get(name).and_then(|value| value.as_n().ok()).and_then(|text| text.parse().ok()).unwrap_or_default()
+    }
+
+    fn word<W: std::str::FromStr>(&self, name: &'static str) -> Result<W, ItemError> {
+        self.text(name).parse().map_err(|_| self.wrong(name))
+    }
+
+    fn time(&self, name: &'static str) -> Result<Timestamp, ItemError> {
+        instant(&self.text(name)).ok_or_else(|| self.wrong(name))
+    }
+
+    fn wrong(&self, attribute: &'static str) -> ItemError {
+        let found = self.item.get(attribute).map_or("missing".to_owned(), |value| format!("{value:?}"));
+        ItemError { id: self.id.clone(), attribute, found }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::KeyPair;
+
+    /// A record with a value in every attribute.
+    pub(crate) fn instance(state: State) -> Instance {
+        Instance {
+            instance_id: "i-123456".into(),
+            state,
+            run_id: "7890".into(),
+            threshold: (state != State::Terminated).then(|| "2025-05-31T12:00:00Z".parse().unwrap()),
+            updated_at: "2025-05-31T11:50:00Z".parse().unwrap(),
+            pool: "ci/linux".into(),
+            claim: "build-7890".into(),
+            resource_class: "medium".into(),
+            instance_type: "c6i.large".into(),
+            usage_class: "spot".into(),
+            zone: "us-east-1a".into(),
+            cpu: 2,
+            mem: 4096,
+            github_url: "https://github.com/acme".into(),
+            sealed: "c2VhbGVk".into(),
+            leaving: "7889".into(),
+            initial_run_id: "7000".into(),
+            claims: 3,
+            failure_reason: "heartbeat_stale".into(),
+            failure_message: "silent".into(),
+        }
+    }
+
+    #[test]
+    fn records_read_back_as_what_they_were_written_from() {
+        for state in State::ALL {
+            assert_eq!(Instance::from_item(&instance(*state).to_item()), Ok(instance(*state)));
+        }
+        let time = "2025-05-31T12:00:00Z".parse().unwrap();
+        let beat =
+            Heartbeat { instance_id: "i-1".into(), updated_at: time, public_key: Some(KeyPair::generate().public()) };
+        assert_eq!(Heartbeat::from_item(&beat.to_item()), Ok(beat));
+        let signal = WorkerSignal::new("i-1", Signal::Registered, "9", time);
+        assert_eq!(WorkerSignal::from_item(&signal.to_item()), Ok(signal.clone()));
+        let failure = WorkerSignal { reason: SCRUB.into(), detail: "exit status: 1".into(), ..signal };
+        assert_eq!(WorkerSignal::from_item(&failure.to_item()), Ok(failure));
+    }
+
+    #[test]
+    fn a_record_with_only_its_state_and_threshold_is_still_seen() {
+        let mut item = instance(State::Idle).to_item();
+        item.retain(|name, _| [a::PK, a::SK, a::STATE, a::THRESHOLD].contains(&name.as_str()));
+        let read = Instance::from_item(&item).unwrap();
+        assert_eq!((read.instance_id.as_str(), read.state, read.run_id.as_str()), ("i-123456", State::Idle, ""));
+    }
+
+    #[test]
+    fn a_record_with_a_wrong_state_or_threshold_says_which() {
+        let mut item = instance(State::Idle).to_item();
+        item.insert(a::THRESHOLD.into(), AttributeValue::S("never".into()));
+        let error = Instance::from_item(&item).unwrap_err();
+        assert_eq!((error.id.as_str(), error.attribute), ("i-123456", "threshold"));
+        item.remove(a::STATE);
+        assert_eq!(Instance::from_item(&item).unwrap_err().to_string(), "attribute state of i-123456 is missing");
+    }
+}

@@ -1,0 +1,217 @@
+use std::collections::BTreeSet;
+
+use super::*;
+use crate::item::tests::instance;
+
+pub(crate) const CLAIM: ClaimRef = ClaimRef { name: "build-8000", uid: "8f1c", run: "8000" };
+
+/// The time of the tests: after the last move of [`instance`] and before its threshold.
+pub(crate) fn now() -> Timestamp {
+    "2025-05-31T11:55:00Z".parse().unwrap()
+}
+
+fn threshold() -> Timestamp {
+    "2025-05-31T13:00:00Z".parse().unwrap()
+}
+
+pub(crate) fn identity() -> Identity {
+    let seen = instance(State::Idle);
+    Identity {
+        instance_id: seen.instance_id,
+        pool: seen.pool,
+        resource_class: seen.resource_class,
+        instance_type: seen.instance_type,
+        usage_class: seen.usage_class,
+        zone: seen.zone,
+        cpu: seen.cpu,
+        mem: seen.mem,
+        github_url: seen.github_url,
+    }
+}
+
+type Function = fn(&Instance) -> Option<Transition>;
+
+/// Every function that starts from a record, with the key of the instance known.
+pub(crate) const FUNCTIONS: [(&str, Function); 10] = [
+    ("seal", |seen| seal(seen, Some("new".into()))),
+    ("claim", |seen| claim(seen, CLAIM, Some("new".into()), threshold(), now())),
+    ("start", |seen| start(seen, threshold(), now())),
+    ("release", |seen| release(seen, Some("new".into()), threshold(), now())),
+    ("warm_up", |seen| warm_up(seen, threshold(), now())),
+    ("make_idle", |seen| make_idle(seen, threshold(), now())),
+    ("renew", |seen| renew(seen, threshold(), now())),
+    ("pool", pool),
+    ("terminate", |seen| terminate(seen, "threshold_passed", "its time was up", now())),
+    ("runner_gone", runner_gone),
+];
+
+/// A record in every state, with and without a run and a run to leave.
+pub(crate) fn records() -> Vec<Instance> {
+    let mut records = Vec::new();
+    for state in State::ALL {
+        for (run_id, leaving) in [("", ""), ("7890", ""), ("", "7889"), ("7890", "7889")] {
+            records.push(Instance { run_id: run_id.into(), leaving: leaving.into(), ..instance(*state) });
+        }
+    }
+    records
+}
+
+/// Where a change leads, from which states, and whether it asks for a run (`R`: one, `r`: none) and for a run to leave
+/// (`L`, `l`).
+#[test]
+fn each_function_starts_where_the_table_says_and_nowhere_else() {
+    use State::*;
+    let table: [(&str, &[State], Option<State>, &str); 10] = [
+        ("seal", &[Created, Claimed], None, ""),
+        ("claim", &[Idle], Some(Claimed), "l"),
+        ("start", &[Created, Claimed], Some(Running), "R"),
+        ("release", &[Running, Claimed], Some(Idle), "R"),
+        ("warm_up", &[Created], Some(Running), "r"),
+        ("make_idle", &[Running], Some(Idle), "r"),
+        ("renew", &[Idle], None, "l"),
+        ("pool", &[Idle], None, "L"),
+        ("terminate", &[Created, Running, Idle, Claimed], Some(Terminated), ""),
+        ("runner_gone", &[Terminated], None, "L"),
+    ];
+    for ((name, function), (row, from, to, guards)) in FUNCTIONS.into_iter().zip(table) {
+        assert_eq!(name, row);
+        for seen in records() {
+            let (run, leaving) = (!seen.run_id.is_empty(), !seen.leaving.is_empty());
+            let guarded = guards.chars().all(|guard| match guard {
+                'R' => run,
+                'r' => !run,
+                'L' => leaving,
+                'l' => !leaving,
+                other => panic!("{other} is no guard"),
+            });
+            let made = function(&seen);
+            assert_eq!(made.is_some(), from.contains(&seen.state) && guarded, "{name} {seen:?}");
+            let Some(made) = made else { continue };
+            assert_eq!((made.seen(), made.next().state), (Some(&seen), to.unwrap_or(seen.state)), "{name}");
+            assert!(to.is_none_or(|to| seen.state.may_become(to)), "{name} {seen:?}");
+        }
+    }
+}
+
+#[test]
+fn each_function_sets_what_the_table_says_and_keeps_the_rest() {
+    use crate::attribute::*;
+    let table: [(&str, State, &[&str]); 10] = [
+        ("seal", State::Created, &[SEALED]),
+        ("claim", State::Idle, &[STATE, CLAIM, RUN_ID, SEALED, CLAIMS, THRESHOLD, UPDATED_AT]),
+        ("start", State::Claimed, &[STATE, SEALED, THRESHOLD, UPDATED_AT]),
+        ("release", State::Running, &[STATE, CLAIM, RUN_ID, LEAVING, SEALED, THRESHOLD, UPDATED_AT]),
+        ("warm_up", State::Created, &[STATE, THRESHOLD, UPDATED_AT]),
+        ("make_idle", State::Running, &[STATE, THRESHOLD, UPDATED_AT]),
+        ("renew", State::Idle, &[THRESHOLD, UPDATED_AT]),
+        ("pool", State::Idle, &[LEAVING, SEALED]),
+        (
+            "terminate",
+            State::Running,
+            &[STATE, RUN_ID, LEAVING, SEALED, FAILURE_REASON, FAILURE_MESSAGE, THRESHOLD, UPDATED_AT],
+        ),
+        ("runner_gone", State::Terminated, &[LEAVING]),
+    ];
+    for ((name, function), (row, from, sets)) in FUNCTIONS.into_iter().zip(table) {
+        assert_eq!(name, row);
+        // The last of them have a run and one to leave wherever they may.
+        let made = records().into_iter().rev().filter(|seen| seen.state == from).find_map(|seen| function(&seen));
+        let made = made.unwrap_or_else(|| panic!("{name} starts from {from}"));
+        let (before, after) = (made.seen().unwrap().to_item(), made.next().to_item());
+        let set: BTreeSet<_> = after.keys().filter(|name| before[*name] != after[*name]).map(String::as_str).collect();
+        assert_eq!(set, sets.iter().copied().collect(), "{name}");
+    }
+}
+
+#[test]
+fn a_launch_is_for_a_claim_or_to_be_kept_warm() {
+    let launched = |claim| launch(None, identity(), claim, threshold(), now()).unwrap();
+    let for_claim = launched(Some(CLAIM));
+    let expected = Instance {
+        run_id: "8000".into(),
+        initial_run_id: "8000".into(),
+        claim: "build-8000".into(),
+        claims: 1,
+        threshold: Some(threshold()),
+        updated_at: now(),
+        sealed: String::new(),
+        leaving: String::new(),
+        failure_reason: String::new(),
+        failure_message: String::new(),
+        ..instance(State::Created)
+    };
+    assert_eq!((for_claim.seen(), for_claim.next()), (None, &expected));
+    let none = String::new;
+    let warm = Instance { run_id: none(), initial_run_id: none(), claim: none(), claims: 0, ..expected };
+    assert_eq!(launched(None).next(), &warm);
+    assert_eq!(launch(Some(&warm), identity(), None, threshold(), now()), None, "it has a record");
+}
+
+#[test]
+fn without_a_key_there_is_no_token_and_so_no_change_that_brings_one() {
+    for seen in records() {
+        let made = [
+            seal(&seen, None),
+            claim(&seen, CLAIM, None, threshold(), now()),
+            release(&seen, None, threshold(), now()),
+        ];
+        assert_eq!(made, [None, None, None], "{seen:?}");
+    }
+}
+
+#[test]
+fn a_claim_and_its_release_bring_what_agents_act_on() {
+    let free = Instance { run_id: String::new(), leaving: String::new(), ..instance(State::Idle) };
+    let claimed = claim(&free, CLAIM, Some("new".into()), threshold(), now()).unwrap();
+    let next = claimed.next();
+    assert_eq!((next.claim.as_str(), next.run_id.as_str(), next.sealed.as_str()), ("build-8000", "8000", "new"));
+    assert_eq!((next.claims, next.threshold, next.updated_at), (4, Some(threshold()), now()));
+    let running = start(next, threshold(), now()).unwrap();
+    assert_eq!(running.next().sealed, "");
+    let released = release(running.next(), Some("other".into()), threshold(), now()).unwrap();
+    let next = released.next();
+    assert_eq!((next.claim.as_str(), next.run_id.as_str(), next.leaving.as_str()), ("", "", "8000"));
+    assert_eq!((next.sealed.as_str(), next.claims), ("other", 4));
+    let pooled = pool(next).unwrap();
+    assert_eq!(pooled.next(), &Instance { leaving: String::new(), sealed: String::new(), ..next.clone() });
+}
+
+#[test]
+fn the_end_remembers_the_last_run_until_its_runner_is_gone() {
+    let end = |run_id: &str, leaving: &str| {
+        let seen = Instance { run_id: run_id.into(), leaving: leaving.into(), ..instance(State::Idle) };
+        terminate(&seen, "threshold_passed", "its time was up", now()).unwrap().next().clone()
+    };
+    for (run_id, leaving, last) in [("", "", ""), ("7890", "", "7890"), ("", "7889", "7889"), ("7890", "7889", "7890")]
+    {
+        assert_eq!(end(run_id, leaving).leaving, last, "{run_id:?} {leaving:?}");
+    }
+    let ended = end("7890", "");
+    assert_eq!((ended.threshold, ended.run_id.as_str(), ended.sealed.as_str()), (None, "", ""));
+    assert_eq!(
+        (ended.failure_reason.as_str(), ended.failure_message.as_str()),
+        ("threshold_passed", "its time was up")
+    );
+    assert_eq!(ended.claim, "build-7890", "its claim says why it failed");
+    assert_eq!(runner_gone(&ended).unwrap().next(), &Instance { leaving: String::new(), ..ended });
+}
+
+#[test]
+fn i1_a_change_is_stored_only_over_what_it_was_made_from() {
+    for (name, function) in FUNCTIONS {
+        for made in records().iter().filter_map(function) {
+            let seen = made.seen().unwrap();
+            assert!(made.holds(Some(seen), now()), "{name}");
+            assert!(!made.holds(None, now()), "{name}");
+            for stored in records() {
+                let same = (stored.state, &stored.run_id, &stored.leaving) == (seen.state, &seen.run_id, &seen.leaving);
+                assert_eq!(made.holds(Some(&stored), now()), same, "{name} {stored:?}");
+            }
+            let up = instance(State::Idle).threshold.unwrap();
+            let ends = ["terminate", "runner_gone"].contains(&name);
+            assert_eq!(made.holds(Some(seen), up), ends, "{name} at its threshold");
+        }
+    }
+    let first = launch(None, identity(), None, threshold(), now()).unwrap();
+    assert!(first.holds(None, now()) && !first.holds(Some(&instance(State::Created)), now()));
+}

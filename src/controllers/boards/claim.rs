@@ -1,0 +1,174 @@
+//! Claims that boards serve: how they stand, and how they are let go.
+
+use std::{sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use kube::{
+    ResourceExt,
+    runtime::{
+        controller::{Config, Controller},
+        events::EventType,
+        reflector::ObjectRef,
+    },
+};
+use paddock_core::{
+    api::{ClaimPhase, Hardware, READY, RunnerClaim, RunnerClaimStatus, RunnerPool, Worker},
+    boards::claim_status::{BoardClaimFacts, holding, status},
+    demand::{
+        job, pool_selection,
+        schedule::{Wait, is_open},
+    },
+};
+use paddock_effects::kube::objects::{self, Written};
+use tokio_util::sync::CancellationToken;
+
+use super::{BoardContext, GIVE_WAY, LOOK_AGAIN, lock, look_again, nudges};
+use crate::controllers::{Error, Next, drive, reference};
+
+/// How long a claim may be on its way before it says so: most have a pod by then.
+const YOUNG: Duration = Duration::from_secs(3);
+
+pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
+    let stores = &board.shared.stores;
+    let claim_of_worker = |worker: Arc<Worker>| {
+        let claim = &worker.spec.board.as_ref()?.claim;
+        Some(reference(&worker.namespace().unwrap_or_default(), claim))
+    };
+    let claims = stores.claims.store.clone();
+    let open_claims = move |pool: Arc<RunnerPool>| -> Vec<_> {
+        let open = claims.state_filter(|claim| claim.namespace() == pool.namespace() && is_open(claim));
+        open.iter().map(|claim| ObjectRef::from_obj(&**claim)).collect()
+    };
+    let controller = Controller::for_shared_stream(stores.claims.stream(), stores.claims.store.clone())
+        .with_config(Config::default().concurrency(16))
+        .watches_shared_stream(stores.workers.stream(), claim_of_worker)
+        .watches_shared_stream(stores.pools.stream(), open_claims)
+        .reconcile_on(nudges(&board.claims));
+    let metrics = board.shared.metrics.clone();
+    drive("board-claim", controller, board, metrics, stop, reconcile).await;
+}
+
+async fn reconcile(claim: Arc<RunnerClaim>, board: Arc<BoardContext>) -> Result<Next, Error> {
+    let deleted = claim.metadata.deletion_timestamp.is_some();
+    if !deleted && !is_open(&claim) {
+        return Ok(Next::AwaitChange);
+    }
+    let pools = board.shared.stores.pools.store.state();
+    let here = pools.iter().filter(|pool| pool.namespace() == claim.namespace()).map(Arc::as_ref);
+    let pool = match pool_selection::select(&claim, here) {
+        Ok(pool) => match pool.spec.hardware() {
+            Some(Hardware::Board(_)) => Ok(pool),
+            Some(Hardware::Ec2(_)) | None => return Ok(Next::AwaitChange),
+        },
+        // A named pool that does not exist may as well be meant for machines.
+        Err(_) if claim.spec.pool.is_some() => return Ok(Next::AwaitChange),
+        Err((reason, message)) => Err(Wait { reason, message, retry_at: None }),
+    };
+    if deleted { board.release(&claim, pool).await } else { board.show(&claim, pool).await }
+}
+
+impl BoardContext {
+    async fn show(&self, claim: &RunnerClaim, pool: Result<&RunnerPool, Wait>) -> Result<Next, Error> {
+        let workers = self.workers_of(claim);
+        let own: Vec<&Worker> = workers.iter().map(Arc::as_ref).collect();
+        // A claim that holds something must not vanish before that is given back. Should it be deleted right now, its
+        // workers find out and go.
+        if !objects::has_finalizer(claim) && (pool.is_ok() || !own.is_empty()) {
+            objects::add_finalizer(&self.shared.client, claim).await?;
+            return Ok(Next::After(LOOK_AGAIN));
+        }
+        let waits = claim.uid().is_some_and(|uid| lock(&self.memory.waits).contains_key(&uid));
+        let served = pool.is_ok();
+        let new = self.status(claim, pool, &own);
+        let on_its_way = match new.phase {
+            Some(ClaimPhase::Pending) => served && !waits,
+            Some(ClaimPhase::Creating) => !waits,
+            _ => false,
+        };
+        if claim.status.is_none() && on_its_way && is_young(claim) {
+            return Ok(Next::After(YOUNG));
+        }
+        let over = new.phase.is_some_and(ClaimPhase::is_over);
+        if !over && self.rush.is_on() {
+            return Ok(Next::After(GIVE_WAY));
+        }
+        self.write(claim, &new).await?;
+        Ok(if over { Next::AwaitChange } else { look_again(None) })
+    }
+
+    /// Deletes the claim's workers, each of which stays until its runner is free, and then lets the claim go.
+    async fn release(&self, claim: &RunnerClaim, pool: Result<&RunnerPool, Wait>) -> Result<Next, Error> {
+        if !objects::has_finalizer(claim) {
+            return Ok(Next::AwaitChange);
+        }
+        let client = &self.shared.client;
+        let making = self.making.lock().await;
+        let workers = self.workers_of(claim);
+        let own: Vec<&Worker> = workers.iter().map(Arc::as_ref).collect();
+        let held = holding(&own);
+        for worker in held.iter().filter(|worker| worker.metadata.deletion_timestamp.is_none()) {
+            objects::delete(&objects::api(client, *worker), &worker.name_any()).await?;
+        }
+        if held.is_empty() {
+            objects::remove_finalizer(client, claim).await?;
+            return Ok(Next::AwaitChange);
+        }
+        drop(making);
+        let status = self.status(claim, pool, &own);
+        self.write(claim, &status).await?;
+        Ok(Next::After(LOOK_AGAIN))
+    }
+
+    fn status(&self, claim: &RunnerClaim, pool: Result<&RunnerPool, Wait>, own: &[&Worker]) -> RunnerClaimStatus {
+        let uid = claim.uid().unwrap_or_default();
+        let (name, wait) = match pool {
+            Ok(pool) => (pool.metadata.name.clone(), lock(&self.memory.waits).get(&uid).cloned()),
+            Err(wait) => (None, Some(wait)),
+        };
+        let runner = job::runner(claim, self.memory.job(claim).as_ref());
+        let bindings = lock(&self.memory.bindings);
+        let others = own.iter().filter_map(|worker| worker.metadata.name.as_deref());
+        let others = others.filter(|name| runner.as_ref().is_none_or(|runner| runner.name != **name));
+        let taken = others.filter(|name| claim.spec.job.is_some() && bindings.contains_key(*name)).collect();
+        drop(bindings);
+        let standing = BoardClaimFacts {
+            pool: name.as_deref(),
+            workers: own,
+            taken,
+            wait: wait.as_ref(),
+            job: self.job_of(claim).map(|(state, _)| state),
+            runner,
+        };
+        status(claim, standing, Timestamp::now())
+    }
+
+    async fn write(&self, claim: &RunnerClaim, new: &RunnerClaimStatus) -> Result<(), Error> {
+        let written = objects::write_status(&self.shared.client, claim, claim.status.as_ref(), new).await?;
+        let before = claim.status.as_ref().and_then(|status| status.phase);
+        if written == Written::Yes && before != new.phase {
+            self.tell(claim, new);
+        }
+        Ok(())
+    }
+
+    fn tell(&self, claim: &RunnerClaim, status: &RunnerClaimStatus) {
+        let Some(condition) = status.conditions.iter().find(|condition| condition.type_ == READY) else { return };
+        let phase = status.phase.unwrap_or_default();
+        let created = claim.metadata.creation_timestamp.as_ref();
+        if let (ClaimPhase::Ready, Some(created)) = (phase, created) {
+            let seconds = Timestamp::now().duration_since(created.0).as_secs_f64();
+            self.shared.metrics.claim_seconds.observe(seconds);
+        }
+        // Steps on the way are in the status; an event for each would be most of what is written.
+        if matches!(phase, ClaimPhase::Creating | ClaimPhase::Validating) {
+            return;
+        }
+        let type_ = if phase == ClaimPhase::Failed { EventType::Warning } else { EventType::Normal };
+        self.shared.events.tell(claim, type_, phase.as_str(), &condition.reason, condition.message.clone());
+    }
+}
+
+fn is_young(claim: &RunnerClaim) -> bool {
+    let created = claim.metadata.creation_timestamp.as_ref();
+    created.is_some_and(|created| Timestamp::now().duration_since(created.0).unsigned_abs() < YOUNG)
+}

@@ -1,0 +1,244 @@
+//! Acquiring machines: select idle ones, launch new ones, give them tokens, start them.
+
+use std::{sync::Arc, time::Duration};
+
+use jiff::Timestamp;
+use kube::runtime::events::EventType;
+use paddock_core::{
+    api::{Ec2Pool, FailureReason, LaunchOrder, TAG_CLAIM, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL},
+    ec2::{
+        claim::{Applied, ClaimAction, FailedMachine, Supply},
+        launch_error::launch_problem,
+        machine::{Machine, MachineCheck, check},
+    },
+};
+use paddock_effects::aws::{AwsError, dynamodb::WriteOutcome, ec2::FleetOutcome};
+use paddock_record::{State, transition};
+use secrecy::SecretString;
+
+use super::{Error, Observed, TokenKind, Work, sealed};
+use crate::controllers::ec2::{
+    idle_queue::{Candidate, Disposition},
+    pool::at_aws,
+};
+
+/// A claim that gets its machines, or their agents' answers, within this time does not write that it waits for them. It
+/// is longer while many claims are under way, because a write for each of them slows all of them down.
+const QUIET_WAIT: Duration = Duration::from_millis(250);
+const QUIET_WAIT_PER_CLAIM: Duration = Duration::from_millis(20);
+const QUIET_WAIT_MAX: Duration = Duration::from_secs(2);
+
+impl Work {
+    pub(super) async fn acquire(&mut self, observed: &Observed, action: &ClaimAction) -> Result<Applied, Error> {
+        self.under_way.get_or_insert_with(|| self.context.claims_under_way.clone());
+        let view = self.pool_view(observed);
+        let Some(supply) = view.supply() else { return Ok(Applied::Incomplete) };
+        match action {
+            ClaimAction::Select(count) => self.select(supply, *count).await,
+            ClaimAction::PlaceOrder(order) => Ok(self.reserve_room(supply, order)),
+            ClaimAction::SendOrder(order) => self.send_order(supply, order).await,
+            ClaimAction::FallBack { terminate, message, .. } => self.fall_back(terminate, message).await,
+            ClaimAction::Seal(ids) => self.seal(supply, &observed.chosen(ids)).await,
+            ClaimAction::Replace(failed) => self.replace(failed).await,
+            ClaimAction::AwaitAgents => Ok(self.await_agents(&supply.spec).await),
+            ClaimAction::Start(ids) => self.start(supply, &observed.chosen(ids)).await,
+            ClaimAction::Nothing
+            | ClaimAction::Wait(_)
+            | ClaimAction::Serve
+            | ClaimAction::Watch
+            | ClaimAction::Return(_)
+            | ClaimAction::Release(_)
+            | ClaimAction::Finish(..)
+            | ClaimAction::Settle
+            | ClaimAction::Finalize => Ok(Applied::Done),
+        }
+    }
+
+    fn quiet_wait(&self) -> Duration {
+        let others = Arc::strong_count(&self.context.claims_under_way).saturating_sub(2);
+        (QUIET_WAIT + QUIET_WAIT_PER_CLAIM * others as u32).min(QUIET_WAIT_MAX)
+    }
+
+    /// Takes idle machines from the pool. The status says so only where that takes a while.
+    async fn select(&mut self, supply: &Supply<'_>, count: u32) -> Result<Applied, Error> {
+        let pickups = self.context.pickups.clone();
+        let mut take = Box::pin(pickups.take(supply.queue, self.pool_key(), supply.needs.clone(), count));
+        let (at_once, token) = tokio::join!(
+            tokio::time::timeout(self.quiet_wait(), &mut take),
+            self.token(supply.spec, TokenKind::Registration)
+        );
+        let picked = match at_once {
+            Ok(picked) => picked?,
+            Err(_) => {
+                self.write().await?;
+                take.await?
+            }
+        };
+        match token {
+            _ if picked.candidates.is_empty() => {}
+            Ok(token) => self.claim_all(supply.spec, picked.candidates, &token).await?,
+            Err(outage) => return Ok(outage.into()),
+        }
+        Ok(Applied::Selected { exhausted: picked.exhausted })
+    }
+
+    /// Tries to claim the candidates.
+    async fn claim_all(&self, pool: &Ec2Pool, candidates: Vec<Candidate>, token: &SecretString) -> Result<(), Error> {
+        let (ledger, now) = (&self.context.ledger, Timestamp::now());
+        let threshold = pool.lifetimes.claimed.after(now);
+        let (mut transitions, mut tried) = (Vec::new(), Vec::new());
+        for candidate in candidates {
+            let known = ledger.get(&candidate.offer.instance_id).filter(|tracked| !tracked.expired(now));
+            let claimed = known.and_then(|tracked| {
+                transition::claim(&tracked.record, self.reference(), sealed(&tracked, token), threshold, now)
+            });
+            match claimed {
+                Some(claimed) => {
+                    transitions.push(claimed);
+                    tried.push(candidate);
+                }
+                None => candidate.settle(Disposition::Busy),
+            }
+        }
+        for (candidate, outcome) in tried.into_iter().zip(ledger.apply(transitions).await?) {
+            match outcome {
+                WriteOutcome::Won(_) => candidate.settle(Disposition::Over),
+                // Still deregistering from its last run: another claim can have it in a moment.
+                WriteOutcome::Lost(Some(record)) if record.state == State::Idle => candidate.settle(Disposition::Busy),
+                WriteOutcome::Lost(there) => {
+                    let state = there.map_or("unknown".to_owned(), |record| record.state.to_string());
+                    tracing::info!(
+                        instance = candidate.offer.instance_id,
+                        state,
+                        "dropped the message of a machine that is not idle"
+                    );
+                    candidate.settle(Disposition::Over);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The order itself is written with the status. Only a claim's first order needs room: another replaces it.
+    fn reserve_room(&mut self, supply: &Supply<'_>, order: &LaunchOrder) -> Applied {
+        if order.attempt == 1 {
+            let (key, count, max) = (self.pool_key(), order.requested, supply.spec.max_instances);
+            self.room = self.context.launches.reserve(&key, self.live(), count, count, max);
+            if self.room.is_none() {
+                return Applied::NoRoom;
+            }
+        }
+        Applied::Done
+    }
+
+    /// Has the persisted order carried out, and the records of its instances created.
+    async fn send_order(&mut self, supply: &Supply<'_>, order: &LaunchOrder) -> Result<Applied, Error> {
+        let outcome = match self.context.machines.create_fleet(order, &self.tags()).await {
+            Ok(outcome) => outcome,
+            Err(error) if error.is_template_gone() => {
+                self.context.pools.prepare_again(&self.pool_key());
+                return Ok(Applied::TemplateGone(error.to_string()));
+            }
+            Err(error @ (AwsError::Refused { .. } | AwsError::Denied { .. })) => {
+                self.context.launched(self.pool.as_deref(), Some(at_aws(error.clone())));
+                return Ok(Applied::Refused(error.to_string()));
+            }
+            Err(error @ (AwsError::Throttled { .. } | AwsError::Unreachable { .. })) => return Err(error.into()),
+        };
+        let now = Timestamp::now();
+        self.create_records(supply, &outcome, now).await?;
+        self.context.capacity_memory().note(order, outcome.launched.len(), &outcome.causes, now);
+        let instance_ids: Vec<_> = outcome.launched.into_iter().map(|launched| launched.id).collect();
+        if instance_ids.len() as u32 >= order.requested {
+            self.context.launched(self.pool.as_deref(), None);
+            self.room = None;
+            return Ok(Applied::Launched { fleet_id: outcome.fleet_id, instance_ids });
+        }
+        if let Some(problem) = launch_problem(&outcome.causes) {
+            self.context.launched(self.pool.as_deref(), Some(problem));
+        }
+        Ok(Applied::Short { launched: instance_ids, causes: outcome.causes })
+    }
+
+    async fn fall_back(&self, terminate: &[String], message: &str) -> Result<Applied, Error> {
+        for id in terminate {
+            let why = "EC2 did not have the rest of its fleet as spot machines";
+            self.context.end_instance(id, FailureReason::CreationAborted, why).await?;
+        }
+        self.event(EventType::Warning, "FellBack", message.to_owned());
+        Ok(Applied::Done)
+    }
+
+    fn tags(&self) -> [(String, String); 4] {
+        [
+            (TAG_CLUSTER.into(), self.context.shared.settings.cluster_name.clone()),
+            (TAG_POOL.into(), self.pool_key().to_string()),
+            (TAG_CLAIM.into(), self.name.clone()),
+            (TAG_INITIAL_RUN_ID.into(), self.claim.spec.run_id.clone()),
+        ]
+    }
+
+    async fn create_records(
+        &self,
+        supply: &Supply<'_>,
+        outcome: &FleetOutcome,
+        now: Timestamp,
+    ) -> Result<(), AwsError> {
+        let (key, claim) = (self.pool_key(), self.reference());
+        let launch = |launched| self.context.launch(launched, &key, supply.spec, &supply.needs, Some(claim), now);
+        self.context.ledger.apply(outcome.launched.iter().filter_map(launch).collect()).await.map(drop)
+    }
+
+    /// Gives launched machines, whose keys are known by now, the token to register with.
+    async fn seal(&self, supply: &Supply<'_>, waiting: &[Machine]) -> Result<Applied, Error> {
+        let token = match self.token(supply.spec, TokenKind::Registration).await {
+            Ok(token) => token,
+            Err(outage) => return Ok(outage.into()),
+        };
+        let seal = |tracked: &Machine| transition::seal(&tracked.record, sealed(tracked, &token));
+        self.context.ledger.apply(waiting.iter().filter_map(seal).collect()).await?;
+        Ok(Applied::Done)
+    }
+
+    async fn replace(&self, failed: &[FailedMachine]) -> Result<Applied, Error> {
+        if failed.iter().any(|machine| machine.reason == FailureReason::RegistrationFailed) {
+            self.context.tokens.forget(&self.uid()).await;
+        }
+        for FailedMachine { id, reason, message } in failed {
+            self.event(EventType::Warning, "WorkerFailed", format!("{id}: {message}"));
+            self.context.end_instance(id, *reason, message).await?;
+        }
+        Ok(Applied::Done)
+    }
+
+    /// Waits a moment for the agents of machines that were just claimed: they mostly answer at once.
+    async fn await_agents(&self, pool: &Ec2Pool) -> Applied {
+        let just_claimed = |tracked: &Machine| tracked.record.state == State::Claimed;
+        let reported = self.claim.status.as_ref().is_some_and(|old| old.phase == self.status.phase);
+        if reported || !self.held().iter().all(just_claimed) {
+            return Applied::Incomplete;
+        }
+        let mut news = self.context.ledger.news();
+        let is_awaited =
+            |tracked: &Machine| matches!(check(tracked, &pool.timeouts, Timestamp::now()), MachineCheck::Waiting);
+        let all = async {
+            while self.held().iter().any(is_awaited) {
+                if news.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        match tokio::time::timeout(self.quiet_wait(), all).await {
+            Ok(()) => Applied::Done,
+            Err(_) => Applied::Incomplete,
+        }
+    }
+
+    async fn start(&self, supply: &Supply<'_>, registered: &[Machine]) -> Result<Applied, Error> {
+        let now = Timestamp::now();
+        let runtime = self.claim.spec.max_runtime.unwrap_or(supply.spec.lifetimes.max_runtime);
+        let start = |tracked: &Machine| transition::start(&tracked.record, runtime.after(now), now);
+        self.context.ledger.apply(registered.iter().filter_map(start).collect()).await?;
+        Ok(Applied::Done)
+    }
+}

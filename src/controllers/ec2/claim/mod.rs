@@ -1,0 +1,359 @@
+//! Claims on EC2 pools: from the idle pool where it can, from new machines where it must.
+
+mod acquire;
+mod release;
+
+use std::{collections::HashMap, ops::ControlFlow, sync::Arc};
+
+use futures::{Stream, StreamExt, channel::mpsc::unbounded};
+use jiff::Timestamp;
+use kube::{
+    ResourceExt,
+    runtime::{
+        controller::{self, Controller},
+        events::EventType,
+        reflector::ObjectRef,
+    },
+};
+use paddock_core::{
+    api::{ClaimPhase, ClaimReason, Ec2Pool, Hardware, RunnerClaim, RunnerClaimStatus, RunnerPool},
+    demand::job_facts::JobFacts,
+    ec2::{
+        capacity_memory::CapacityMemory,
+        claim::{AGENT_CHECK_PERIOD, Applied, ClaimAction, ClaimFacts, LaunchOptions, PoolView, decide, next},
+        claim_status,
+        machine::Machine,
+    },
+    names::PoolKey,
+};
+use paddock_effects::{github::credentials::CredentialsError, kube::objects};
+use paddock_record::{ClaimRef, State};
+use secrecy::{ExposeSecret, SecretString};
+use tokio_util::sync::CancellationToken;
+
+use super::{Ec2Context, launch_room::Reservation, runner_tokens::TokenKind};
+use crate::controllers::{Error, Next, drive, reference, stale_runners};
+
+/// Actions in one reconciliation: a claim needs about six from Pending to Ready, and more where machines are replaced.
+const MAX_ACTIONS: usize = 16;
+/// Reconciliations at once; each may have a call to GitHub and several to AWS under way.
+const CONCURRENCY: u16 = 128;
+
+pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
+    let stores = &context.shared.stores;
+    let claims_of_pool = {
+        let claims = stores.claims.store.clone();
+        move |pool: Arc<RunnerPool>| {
+            let claims = claims.state_filter(|claim| {
+                claim.namespace() == pool.namespace()
+                    && claim.spec.pool == pool.metadata.name
+                    && !claim
+                        .status
+                        .as_ref()
+                        .and_then(|status| status.phase)
+                        .is_some_and(|p| p == ClaimPhase::Ready || p.is_over())
+            });
+            claims.into_iter().map(|claim| ObjectRef::from_obj(&*claim))
+        }
+    };
+    let changed = context.ledger.changed_claims().map(|(pool, claim)| reference(&pool.namespace, &claim));
+    let (over, run_completed) = unbounded();
+    let controller = Controller::for_shared_stream(stores.claims.stream(), stores.claims.store.clone())
+        .watches_shared_stream(supplies(stores.pools.stream()), claims_of_pool)
+        .reconcile_on(changed)
+        .reconcile_on(run_completed)
+        .with_config(controller::Config::default().concurrency(CONCURRENCY));
+    tokio::join!(
+        drive("claim", controller, context.clone(), context.shared.metrics.clone(), stop.clone(), reconcile),
+        super::workflow_runs::ask(context.clone(), over, stop),
+    );
+}
+
+/// Pools whose claims have something new to go by. A pool counts its workers all the time, and no claim goes by that.
+fn supplies(pools: impl Stream<Item = Arc<RunnerPool>>) -> impl Stream<Item = Arc<RunnerPool>> {
+    let mut seen = HashMap::new();
+    pools.filter(move |pool| {
+        let status = pool.status.clone().unwrap_or_default();
+        let supply = (pool.metadata.generation, pool.metadata.deletion_timestamp.is_some(), status.queues);
+        let new = (supply, status.launch_template, status.conditions);
+        let old = seen.insert(pool.uid(), new.clone());
+        std::future::ready(old.is_none_or(|old| old != new))
+    })
+}
+
+async fn reconcile(claim: Arc<RunnerClaim>, context: Arc<Ec2Context>) -> Result<Next, Error> {
+    let namespace = claim.namespace().unwrap_or_default();
+    // A claim without a pool's name chooses a board pool by its labels.
+    let Some(name) = &claim.spec.pool else { return Ok(Next::AwaitChange) };
+    let pool = context.shared.stores.pools.store.get(&reference(&namespace, name));
+    if let Some(pool) = &pool {
+        if !matches!(pool.spec.hardware(), Some(Hardware::Ec2(_))) {
+            return Ok(Next::AwaitChange);
+        }
+        if !context.ledger.is_loaded() {
+            return Ok(Next::After(AGENT_CHECK_PERIOD));
+        }
+    }
+    let needs_finalizer = pool.is_some() && claim.metadata.deletion_timestamp.is_none();
+    let claim = match needs_finalizer && !objects::has_finalizer(&*claim) {
+        false => claim,
+        true => match objects::hold(&context.shared.client, &*claim).await? {
+            Some(claim) => Arc::new(claim),
+            None => return Err(Error::Conflict),
+        },
+    };
+    Box::pin(Work::new(context, claim, pool).run()).await
+}
+
+/// One reconciliation of one claim.
+struct Work {
+    context: Arc<Ec2Context>,
+    /// As it was read or last written.
+    claim: Arc<RunnerClaim>,
+    pool: Option<Arc<RunnerPool>>,
+    name: String,
+    namespace: String,
+    /// What the next write writes.
+    status: RunnerClaimStatus,
+    last: Applied,
+    pool_exhausted: bool,
+    /// Held from the order until the records of its machines count instead.
+    room: Option<Reservation>,
+    /// Held while the claim acquires machines, so that others know how many do.
+    under_way: Option<Arc<()>>,
+}
+
+/// What an action is chosen from, besides the claim itself.
+struct Observed {
+    machines: Vec<Machine>,
+    pool: Option<Arc<RunnerPool>>,
+    /// Machines of the pool that exist or are being launched.
+    live: u32,
+    capacity: CapacityMemory,
+    run_completed: bool,
+}
+
+impl Work {
+    fn new(context: Arc<Ec2Context>, claim: Arc<RunnerClaim>, pool: Option<Arc<RunnerPool>>) -> Self {
+        Self {
+            context,
+            name: claim.name_any(),
+            namespace: claim.namespace().unwrap_or_default(),
+            status: claim_status::initial(&claim, Timestamp::now()),
+            claim,
+            pool,
+            last: Applied::default(),
+            pool_exhausted: false,
+            room: None,
+            under_way: None,
+        }
+    }
+
+    /// Several actions at once, so that a claim on a warm pool is Ready in one reconciliation.
+    async fn run(&mut self) -> Result<Next, Error> {
+        for _ in 0..MAX_ACTIONS {
+            let observed = self.observe();
+            let action = decide(&self.facts(&observed), Timestamp::now());
+            tracing::debug!(claim = %self.name, ?action, "next action");
+            self.status = self.status_after(&observed, &action, &Applied::UnderWay);
+            let applied = self.apply(&observed, &action).await;
+            match self.report(&observed, &action, applied).await? {
+                ControlFlow::Continue(()) => {}
+                ControlFlow::Break(next) => return Ok(next),
+            }
+        }
+        self.write().await?;
+        Ok(Next::After(AGENT_CHECK_PERIOD))
+    }
+
+    fn observe(&self) -> Observed {
+        let key = self.pool_key();
+        // Only a claim that may place an order needs to know, and counting takes time in a large pool.
+        let live = if self.pool_exhausted { self.live() + self.context.launches.under_way(&key) } else { 0 };
+        Observed {
+            machines: self.context.ledger.of_claim(&key, &self.name),
+            pool: self.pool.clone(),
+            live,
+            capacity: self.context.capacity_memory().clone(),
+            run_completed: JobFacts::of(&self.claim).run_completed || self.context.runs.is_over(&self.claim),
+        }
+    }
+
+    fn facts<'a>(&'a self, observed: &'a Observed) -> ClaimFacts<'a> {
+        ClaimFacts {
+            claim: &self.claim,
+            status: &self.status,
+            pool: self.pool_view(observed),
+            machines: &observed.machines,
+            launch: LaunchOptions { live: observed.live, capacity: &observed.capacity },
+            pool_exhausted: self.pool_exhausted,
+            run_completed: observed.run_completed,
+            last: &self.last,
+        }
+    }
+
+    fn pool_view<'a>(&self, observed: &'a Observed) -> PoolView<'a> {
+        let is_live = |tracked: &Machine| tracked.record.state != State::Terminated;
+        PoolView::of(&self.claim.spec, observed.pool.as_deref(), observed.machines.iter().any(is_live))
+    }
+
+    fn status_after(&self, observed: &Observed, action: &ClaimAction, applied: &Applied) -> RunnerClaimStatus {
+        claim_status::status(&self.facts(observed), action, applied, Timestamp::now())
+    }
+
+    async fn apply(&mut self, observed: &Observed, action: &ClaimAction) -> Result<Applied, Error> {
+        match action {
+            // The status is all that these change.
+            ClaimAction::Nothing
+            | ClaimAction::Wait(_)
+            | ClaimAction::Serve
+            | ClaimAction::Watch
+            | ClaimAction::Release(_) => Ok(Applied::Done),
+            ClaimAction::Return(ids) => self.give_back(&observed.chosen(ids)).await,
+            ClaimAction::Finish(..) | ClaimAction::Settle => self.return_all().await,
+            ClaimAction::Finalize => self.finalize().await,
+            ClaimAction::Select(_)
+            | ClaimAction::PlaceOrder(_)
+            | ClaimAction::SendOrder(_)
+            | ClaimAction::FallBack { .. }
+            | ClaimAction::Seal(_)
+            | ClaimAction::Replace(_)
+            | ClaimAction::AwaitAgents
+            | ClaimAction::Start(_) => Box::pin(self.acquire(observed, action)).await,
+        }
+    }
+
+    /// One status write at most. An outage of AWS is reported before its error is returned.
+    async fn report(
+        &mut self,
+        observed: &Observed,
+        action: &ClaimAction,
+        applied: Result<Applied, Error>,
+    ) -> Result<ControlFlow<Next>, Error> {
+        let (applied, outage) = match applied {
+            Ok(applied) => (applied, Ok(())),
+            Err(Error::Aws(error)) => {
+                (Applied::Unavailable(ClaimReason::AwsUnavailable, error.to_string()), Err(error))
+            }
+            Err(error) => return Err(error),
+        };
+        let status = self.status_after(observed, action, &applied);
+        if let Some(message) = claim_status::newly_lost(&self.status, &status) {
+            self.event(EventType::Warning, ClaimReason::WorkerLost.as_str(), message.to_owned());
+        }
+        self.status = status;
+        let (write, next) = next(action, &applied, Timestamp::now());
+        if write {
+            self.write().await?;
+        }
+        outage?;
+        if *action == ClaimAction::Serve {
+            self.served().await;
+        }
+        if let Applied::Selected { exhausted } = applied {
+            self.pool_exhausted = exhausted;
+        }
+        self.last = applied;
+        Ok(next)
+    }
+
+    async fn served(&self) {
+        if let Some(created) = &self.claim.metadata.creation_timestamp {
+            let seconds = Timestamp::now().duration_since(created.0).as_secs_f64();
+            self.context.shared.metrics.claim_seconds.observe(seconds);
+        }
+        self.context.tokens.forget(&self.uid()).await;
+    }
+
+    fn uid(&self) -> String {
+        self.claim.uid().unwrap_or_default()
+    }
+
+    /// The claim as its machines' records name it.
+    fn reference(&self) -> ClaimRef<'_> {
+        let uid = self.claim.metadata.uid.as_deref().unwrap_or_default();
+        ClaimRef { name: &self.name, uid, run: &self.claim.spec.run_id }
+    }
+
+    fn pool_key(&self) -> PoolKey {
+        PoolKey::new(&self.namespace, self.claim.spec.pool.as_deref().unwrap_or_default())
+    }
+
+    fn held(&self) -> Vec<Machine> {
+        let live = |tracked: &Machine| tracked.record.state != State::Terminated;
+        self.context.ledger.of_claim(&self.pool_key(), &self.name).into_iter().filter(live).collect()
+    }
+
+    /// How many machines the pool has.
+    fn live(&self) -> u32 {
+        let live = |tracked: &Machine| tracked.record.state != State::Terminated;
+        self.context.ledger.find(&self.pool_key(), live).len() as u32
+    }
+
+    async fn token(&self, pool: &Ec2Pool, kind: TokenKind) -> Result<SecretString, Outage> {
+        let (secret, scope) = (&pool.github.credentials_ref.name, stale_runners::scope(pool));
+        let place = (self.namespace.clone(), secret.clone(), scope.to_string(), kind);
+        let new = async {
+            let credentials = self.context.shared.credentials.get_or_last(&self.namespace, secret).await;
+            let credentials = credentials.map_err(|error| match error {
+                CredentialsError::Unreadable { .. } => Outage::GitHub(error.to_string()),
+                error => Outage::NoCredentials(error.to_string()),
+            })?;
+            let token = match kind {
+                TokenKind::Registration => self.context.shared.github.registration_token(&credentials, &scope).await,
+                TokenKind::Removal => self.context.shared.github.remove_token(&credentials, &scope).await,
+            };
+            token.map_err(|error| Outage::GitHub(error.to_string()))
+        };
+        match kind {
+            TokenKind::Registration => self.context.tokens.registration(self.uid(), place, new).await,
+            TokenKind::Removal => self.context.tokens.share(place, new).await,
+        }
+    }
+
+    async fn write(&mut self) -> Result<(), Error> {
+        if self.claim.status.as_ref() == Some(&self.status) {
+            return Ok(());
+        }
+        let written = objects::replace_status(&self.context.shared.client, &*self.claim, &self.status).await?;
+        let mut written = written.ok_or(Error::Conflict)?;
+        let before = self.claim.status.as_ref().map(|status| status.phase_times.clone()).unwrap_or_default();
+        // What is there now is what the next write is compared with, to the fraction of a second.
+        written.status = Some(self.status.clone());
+        self.claim = Arc::new(written);
+        for entered in claim_status::entered(&before, &self.status) {
+            let type_ = if entered.phase == ClaimPhase::Failed { EventType::Warning } else { EventType::Normal };
+            self.context.shared.events.tell(&*self.claim, type_, entered.phase.as_str(), &entered.reason, entered.note);
+        }
+        Ok(())
+    }
+
+    fn event(&self, type_: EventType, reason: &str, note: String) {
+        self.context.shared.events.tell(&*self.claim, type_, "Claim", reason, note);
+    }
+}
+
+impl Observed {
+    fn chosen(&self, ids: &[String]) -> Vec<Machine> {
+        self.machines.iter().filter(|tracked| ids.contains(&tracked.record.instance_id)).cloned().collect()
+    }
+}
+
+/// Why there is no token.
+enum Outage {
+    /// The Secret is missing or not valid, until a person changes it.
+    NoCredentials(String),
+    GitHub(String),
+}
+
+impl From<Outage> for Applied {
+    fn from(outage: Outage) -> Self {
+        let (Outage::NoCredentials(why) | Outage::GitHub(why)) = outage;
+        Self::Unavailable(ClaimReason::GitHubUnavailable, why)
+    }
+}
+
+/// A token that only this machine can read; none while its key is unknown.
+fn sealed(tracked: &Machine, token: &SecretString) -> Option<String> {
+    tracked.public_key().map(|key| key.seal(token.expose_secret()))
+}

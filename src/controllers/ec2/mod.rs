@@ -1,0 +1,114 @@
+//! EC2 pools and their claims.
+
+pub mod claim;
+pub mod idle_queue;
+mod launch_room;
+mod machines;
+pub mod pool;
+pub mod pool_memory;
+pub mod runner_tokens;
+pub mod worker_mirror;
+pub mod workflow_runs;
+
+use std::{
+    sync::{Arc, Mutex, MutexGuard},
+    time::Duration,
+};
+
+use paddock_core::{
+    api::RunnerPool,
+    ec2::{capacity_memory::CapacityMemory, pool_status::PoolProblem},
+    names::PoolKey,
+};
+use paddock_effects::{
+    aws::{Clients, dynamodb::Records, ec2::Machines, sqs::Queues},
+    fence::Fence,
+    ledger::Ledger,
+    lock,
+};
+use paddock_record::table_name;
+use tokio_util::sync::CancellationToken;
+
+use self::{
+    idle_queue::Pickups, launch_room::Launches, pool::at_aws, pool_memory::PoolMemory, runner_tokens::Tokens,
+    workflow_runs::Runs,
+};
+use super::{Error, Shared, every};
+
+/// How often all records are read again, which also finds agents that have been silent for too long.
+const LEDGER_RELOAD_PERIOD: Duration = Duration::from_secs(30);
+
+/// What the controllers of EC2 pools and their claims work with.
+pub struct Ec2Context {
+    pub shared: Arc<Shared>,
+    pub ledger: Arc<Ledger>,
+    pub queues: Queues,
+    pub machines: Machines,
+    pub pickups: Arc<Pickups>,
+    pub pools: PoolMemory,
+    pub launches: Arc<Launches>,
+    pub runs: Runs,
+    pub tokens: Tokens,
+    /// Held by each claim that is being provided for.
+    pub claims_under_way: Arc<()>,
+    capacity_memory: Mutex<CapacityMemory>,
+}
+
+impl Ec2Context {
+    pub async fn new(shared: Arc<Shared>, fence: &Fence) -> Self {
+        let aws = Clients::new(fence).await;
+        let queues = Queues::new(aws.sqs);
+        let table = table_name(&shared.settings.cluster_name);
+        let ledger = Arc::new(Ledger::new(Records::new(aws.dynamodb, table)));
+        Self {
+            machines: Machines::new(aws.ec2),
+            pickups: Pickups::new(queues.clone(), ledger.clone(), shared.metrics.clone()),
+            ledger,
+            queues,
+            pools: PoolMemory::default(),
+            launches: Arc::default(),
+            runs: Runs::default(),
+            tokens: Tokens::default(),
+            claims_under_way: Arc::default(),
+            capacity_memory: Mutex::new(CapacityMemory::new(shared.settings.capacity_memory)),
+            shared,
+        }
+    }
+
+    /// Where EC2 had no capacity a moment ago.
+    pub fn capacity_memory(&self) -> MutexGuard<'_, CapacityMemory> {
+        lock(&self.capacity_memory)
+    }
+
+    /// How the last launch for a pool went.
+    pub fn launched(&self, pool: Option<&RunnerPool>, problem: Option<PoolProblem>) {
+        if let Some(pool) = pool {
+            self.pools.note_launch(&PoolKey::of(pool), pool.metadata.generation, problem);
+        }
+    }
+}
+
+pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
+    let metrics = context.shared.metrics.clone();
+    tokio::join!(
+        every("ledger", LEDGER_RELOAD_PERIOD, metrics, stop.clone(), || reload(&context)),
+        context.ledger.listen(stop.clone()),
+        worker_mirror::run(context.clone(), stop.clone()),
+        pool::run(context.clone(), stop.clone()),
+        claim::run(context.clone(), stop.clone()),
+    );
+}
+
+async fn reload(context: &Ec2Context) -> Result<(), Error> {
+    if !context.ledger.is_loaded() {
+        return Ok(());
+    }
+    let pass = async {
+        context.ledger.reload().await?;
+        worker_mirror::find_strays(context);
+        context.end_strays().await
+    };
+    let outcome = pass.await;
+    context.pools.note_reload(outcome.clone().err().map(at_aws));
+    Ok(outcome?)
+}

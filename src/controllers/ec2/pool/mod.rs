@@ -1,0 +1,197 @@
+//! EC2 pools: what they need at AWS, their machines' upkeep, and what they show.
+
+mod upkeep;
+mod warm;
+
+use std::{borrow::Cow, sync::Arc, time::Duration};
+
+use base64::{Engine, prelude::BASE64_STANDARD};
+use futures::StreamExt;
+use jiff::Timestamp;
+use kube::runtime::{controller::Controller, events::EventType};
+use paddock_core::{
+    api::{Ec2Pool, FailureReason, Hardware, PoolReason, Queue, READY, RunnerPool, RunnerPoolStatus},
+    ec2::{
+        launch::{queue_name, template, template_name},
+        launch_error::hint,
+        pool_status::{self, PoolProblem},
+        user_data::user_data,
+    },
+    names::PoolKey,
+};
+use paddock_effects::{
+    aws::AwsError,
+    kube::objects::{self, Written},
+};
+use paddock_record::{AgentConfig, State};
+use tokio_util::sync::CancellationToken;
+
+use self::{upkeep::keep_up, warm::keep_warm};
+use super::Ec2Context;
+use crate::controllers::{CONFLICT_RETRY, Error, Next, drive, reference, stale_runners};
+
+/// How long a pool goes without a look when nothing happens: an instance outlives its threshold by no more.
+pub const REFRESH: Duration = Duration::from_secs(10);
+/// How long a deleted pool that waits goes without a look.
+const REMOVE: Duration = Duration::from_secs(5);
+/// How often AWS is compared with what it should be.
+const VERIFY: Duration = Duration::from_secs(300);
+
+pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
+    let changed = context.ledger.changed_pools().map(|pool| reference(&pool.namespace, &pool.name));
+    let stores = &context.shared.stores;
+    let controller =
+        Controller::for_shared_stream(stores.pools.stream(), stores.pools.store.clone()).reconcile_on(changed);
+    drive("pool", controller, context.clone(), context.shared.metrics.clone(), stop, reconcile).await;
+}
+
+async fn reconcile(pool: Arc<RunnerPool>, context: Arc<Ec2Context>) -> Result<Next, Error> {
+    let Some(Hardware::Ec2(_)) = pool.spec.hardware() else { return Ok(Next::AwaitChange) };
+    let deleted = pool.metadata.deletion_timestamp.is_some();
+    let pool = match objects::has_finalizer(&*pool) {
+        true => pool,
+        false if deleted => return Ok(Next::AwaitChange),
+        false => match objects::hold(&context.shared.client, &*pool).await? {
+            Some(pool) => Arc::new(pool),
+            None => return Err(Error::Conflict),
+        },
+    };
+    if deleted { remove(&context, &pool).await } else { refresh(&context, &pool).await }
+}
+
+/// Observe, keep up, show.
+async fn refresh(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, Error> {
+    let Some(ec2) = &pool.spec.ec2 else { return Ok(Next::AwaitChange) };
+    let key = PoolKey::of(pool);
+    let mut new = pool_status::initial(pool);
+    let prepare_due = context.pools.is_prepare_due(&key, pool.metadata.generation, VERIFY);
+    let prepared = match prepare_due || new.launch_template.is_none() {
+        true => prepare(context, pool, ec2, &mut new).await,
+        false => Ok(()),
+    };
+    // Machines are looked after whatever became of the preparations: their time runs on.
+    let kept = match context.ledger.is_loaded() {
+        true => keep_up(context, pool, ec2, &key, &new.queues).await,
+        false => Ok(()),
+    };
+    let mut pool = Cow::Borrowed(pool);
+    let outcome = match prepared.and(kept) {
+        Ok(()) => keep_warm(context, &mut pool, ec2, &key, &mut new).await?,
+        trouble => trouble,
+    };
+    let pool = pool.as_ref();
+    // Something may have been taken away: the next look sees to it. Capacity is nothing that we could make.
+    if outcome.as_ref().is_err_and(|(reason, _)| *reason != PoolReason::InsufficientCapacity) {
+        context.pools.prepare_again(&key);
+    }
+    let launch = context.pools.launch_problem(&key, pool.metadata.generation).map(|(trouble, _)| trouble);
+    let machines = context.ledger.of_pool(&key);
+    let new = pool_status::status(pool, new, &machines, outcome.err().or(launch), Timestamp::now());
+    let written = objects::write_status(&context.shared.client, pool, pool.status.as_ref(), &new).await?;
+    if written == Written::Yes {
+        tell(context, pool, &new);
+    }
+    if written == Written::Stale { Err(Error::Conflict) } else { Ok(Next::After(REFRESH)) }
+}
+
+/// An event for each new word of the pool's condition.
+fn tell(context: &Ec2Context, pool: &RunnerPool, new: &RunnerPoolStatus) {
+    let ready = |status: &RunnerPoolStatus| status.conditions.iter().find(|known| known.type_ == READY).cloned();
+    let (before, Some(now)) = (pool.status.as_ref().and_then(ready), ready(new)) else { return };
+    if before.is_none_or(|before| (&before.reason, &before.message) != (&now.reason, &now.message)) {
+        let type_ = if now.status == "True" { EventType::Normal } else { EventType::Warning };
+        context.shared.events.tell(pool, type_, "Refresh", &now.reason, now.message);
+    }
+}
+
+pub fn at_aws(error: AwsError) -> PoolProblem {
+    let reason = match error {
+        AwsError::Denied { .. } => PoolReason::AwsDenied,
+        AwsError::Throttled { .. } | AwsError::Unreachable { .. } => PoolReason::AwsUnavailable,
+        AwsError::Refused { .. } => PoolReason::InvalidSpec,
+    };
+    let hint = error.code().map_or("", hint);
+    (reason, if hint.is_empty() { error.to_string() } else { format!("{error}; {hint}") })
+}
+
+/// Table, queues and launch template, made or mended; asked for anew when the spec changed or some time has passed.
+async fn prepare(
+    context: &Ec2Context,
+    pool: &RunnerPool,
+    ec2: &Ec2Pool,
+    new: &mut RunnerPoolStatus,
+) -> Result<(), PoolProblem> {
+    let key = PoolKey::of(pool);
+    let cluster = &context.shared.settings.cluster_name;
+    if !context.ledger.ensure().await.map_err(at_aws)? {
+        return Err((PoolReason::Preparing, "the DynamoDB table is being created".into()));
+    }
+    let mut queues = Vec::new();
+    for class in &ec2.resource_classes {
+        let queue = queue_name(cluster, &key, &class.name);
+        let url = context.queues.ensure(&queue, ec2.lifetimes.idle.into()).await.map_err(at_aws)?;
+        queues.push(Queue { resource_class: class.name.clone(), url });
+    }
+    new.queues = queues;
+    context.machines.check(ec2).await.map_err(at_aws)?;
+    let config = AgentConfig {
+        pre_runner_script: ec2.pre_runner_script.clone().unwrap_or_default(),
+        scrub_script: ec2.reuse.scrub_script.clone(),
+        runner_version: Some(ec2.runner_version.clone()),
+        ..AgentConfig::new(cluster, &key.to_string(), ec2.lifetimes.created.into())
+    };
+    let script = user_data(&config, &ec2.agent.url, &ec2.agent.sha256)
+        .map_err(|error| (PoolReason::UserDataTooLarge, error.to_string()))?;
+    let wanted = template(cluster, &key, ec2, BASE64_STANDARD.encode(script));
+    new.launch_template = Some(context.machines.ensure_template(&wanted).await.map_err(at_aws)?);
+    Ok(())
+}
+
+/// A deleted pool waits for its claims, then ends its machines and takes down what it had at AWS.
+async fn remove(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, Error> {
+    let key = PoolKey::of(pool);
+    let Some(ec2) = &pool.spec.ec2 else { return Ok(Next::AwaitChange) };
+    let status = pool_status::initial(pool);
+    let problem = match context.ledger.load().await {
+        Ok(true) => keep_up(context, pool, ec2, &key, &status.queues).await.err(),
+        Ok(false) => Some((PoolReason::Deleting, "the DynamoDB table is being created".into())),
+        Err(error) => Some(at_aws(error)),
+    };
+    let machines = context.ledger.of_pool(&key);
+    let outcome = match problem.or_else(|| pool_status::deletion_waits_for(&machines)) {
+        Some(problem) => Err(problem),
+        None => take_down(context, pool, ec2, &key).await.map_err(at_aws),
+    };
+    match outcome {
+        Ok(()) => {
+            objects::remove_finalizer(&context.shared.client, pool).await?;
+            context.pools.forget(&key);
+            Ok(Next::After(CONFLICT_RETRY))
+        }
+        Err(problem) => {
+            tracing::info!(pool = %key, message = problem.1, "pool not deleted yet");
+            let new = pool_status::status(pool, status, &machines, Some(problem), Timestamp::now());
+            objects::write_status(&context.shared.client, pool, pool.status.as_ref(), &new).await?;
+            Ok(Next::After(REMOVE))
+        }
+    }
+}
+
+async fn take_down(context: &Ec2Context, pool: &RunnerPool, ec2: &Ec2Pool, key: &PoolKey) -> Result<(), AwsError> {
+    for tracked in context.ledger.of_pool(key) {
+        if tracked.record.state != State::Terminated {
+            let why = "its pool was deleted";
+            context.end_instance(&tracked.record.instance_id, FailureReason::CreationAborted, why).await?;
+        }
+        stale_runners::remove_last(context, ec2, &tracked.record).await;
+        context.ledger.forget(&tracked.record.instance_id).await?;
+    }
+    let cluster = &context.shared.settings.cluster_name;
+    let described = context.machines.of_pool(cluster, key).await?;
+    let left: Vec<_> = described.into_iter().filter(|d| !d.gone).map(|d| d.id).collect();
+    context.machines.terminate(&left).await?;
+    for queue in pool.status.iter().flat_map(|status| &status.queues) {
+        context.queues.remove(&queue.url).await?;
+    }
+    context.machines.remove_template(&template_name(cluster, key)).await
+}

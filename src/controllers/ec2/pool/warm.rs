@@ -1,0 +1,150 @@
+//! Machines kept warm: what `minIdle` has created.
+
+use std::{borrow::Cow, time::Duration};
+
+use jiff::Timestamp;
+use kube::ResourceExt;
+use paddock_core::{
+    api::{Ec2Pool, LaunchOrder, PoolReason, RunnerPool, RunnerPoolStatus, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL},
+    ec2::{
+        capacity_memory::LaunchChoice,
+        launch::{Wanted, client_token},
+        launch_error::{in_words, launch_problem},
+        pool_status::PoolProblem,
+        requirements::Requirements,
+        warm,
+    },
+    names::PoolKey,
+};
+use paddock_effects::{aws::AwsError, kube::objects};
+use paddock_record::State;
+
+use super::at_aws;
+use crate::controllers::{
+    Error,
+    ec2::{Ec2Context, launch_room::Reservation},
+};
+
+/// How long `minIdle` waits after a launch that failed, unless the pool is edited.
+const RELAUNCH: Duration = Duration::from_secs(60);
+
+/// Machines in one order: EC2 answers when all of them were launched, and that must not take longer than a call may.
+const MAX_ORDER: u32 = 100;
+
+/// Has machines created until `minIdle` of them are idle or on their way. An order is in the pool's status before EC2 has
+/// it and until its machines are on record, so that a successor sends the same one.
+pub(super) async fn keep_warm(
+    context: &Ec2Context,
+    pool: &mut Cow<'_, RunnerPool>,
+    ec2: &Ec2Pool,
+    key: &PoolKey,
+    new: &mut RunnerPoolStatus,
+) -> Result<Result<(), PoolProblem>, Error> {
+    let there = context.ledger.of_pool(key);
+    let live = there.iter().filter(|tracked| tracked.record.state != State::Terminated).count() as u32;
+    let missing = warm::missing(&there, ec2);
+    let reserve = |wanted| context.launches.reserve(key, live, 1, wanted, ec2.max_instances);
+    if new.fleet.as_ref().is_some_and(|order| context.launches.was_carried_out(key, &order.client_token)) {
+        new.fleet = None;
+        return Ok(Ok(()));
+    }
+    let (order, _room) = match &new.fleet {
+        Some(order) => ((**order).clone(), reserve(order.requested)),
+        None => {
+            let (order, room) = match wanted(context, pool, ec2, key, new, || reserve(missing.min(MAX_ORDER))) {
+                Ok(Some(wanted)) => wanted,
+                Ok(None) => return Ok(Ok(())),
+                Err(problem) => return Ok(Err(problem)),
+            };
+            new.fleet = Some(order.clone().into());
+            match objects::replace_status(&context.shared.client, pool.as_ref(), new).await? {
+                Some(written) => *pool = Cow::Owned(written),
+                None => return Ok(Ok(())),
+            }
+            (order, Some(room))
+        }
+    };
+    Ok(carry_out(context, pool, ec2, key, &order, new).await)
+}
+
+/// An order for what is missing, where there is room for it and something to order it with.
+fn wanted(
+    context: &Ec2Context,
+    pool: &RunnerPool,
+    ec2: &Ec2Pool,
+    key: &PoolKey,
+    new: &RunnerPoolStatus,
+    reserve: impl Fn() -> Option<Reservation>,
+) -> Result<Option<(LaunchOrder, Reservation)>, PoolProblem> {
+    let (Some(needs), Some(template)) = (warm::requirements(ec2), &new.launch_template) else { return Ok(None) };
+    if let Some((problem, age)) = context.pools.launch_problem(key, pool.metadata.generation)
+        && age < RELAUNCH
+    {
+        return Err(problem);
+    }
+    let Some(room) = reserve() else { return Ok(None) };
+    let now = Timestamp::now();
+    let subnet_ids = match context.capacity_memory().order(&needs, &ec2.subnet_ids, false, now) {
+        LaunchChoice::Ask { subnet_ids, .. } => subnet_ids,
+        LaunchChoice::Wait { message, .. } => return Err((PoolReason::InsufficientCapacity, message)),
+    };
+    let wanted = Wanted {
+        client_token: client_token(&format!("{}{now}", pool.uid().unwrap_or_default()), 0),
+        attempt: 1,
+        template,
+        count: room.count(),
+        usage_class: needs.usage_class,
+        subnet_ids,
+        needs: &needs,
+    };
+    Ok(Some((wanted.order(now), room)))
+}
+
+/// Sends an order that is written down, and takes it out of the status when it is known what became of it.
+async fn carry_out(
+    context: &Ec2Context,
+    pool: &RunnerPool,
+    ec2: &Ec2Pool,
+    key: &PoolKey,
+    order: &LaunchOrder,
+    new: &mut RunnerPoolStatus,
+) -> Result<(), PoolProblem> {
+    let tags = [
+        (TAG_CLUSTER.into(), context.shared.settings.cluster_name.clone()),
+        (TAG_POOL.into(), key.to_string()),
+        (TAG_INITIAL_RUN_ID.into(), String::new()),
+    ];
+    let outcome = match context.machines.create_fleet(order, &tags).await {
+        Ok(outcome) => outcome,
+        Err(error @ (AwsError::Refused { .. } | AwsError::Denied { .. })) => {
+            new.fleet = None;
+            let problem = at_aws(error);
+            context.launched(Some(pool), Some(problem.clone()));
+            return Err(problem);
+        }
+        Err(error) => return Err(at_aws(error)),
+    };
+    let now = Timestamp::now();
+    let needs = Requirements {
+        usage_class: order.usage_class,
+        resource_class: order.resource_class.clone(),
+        cpu: order.cpu,
+        memory_mib: order.memory_mib,
+        allowed_instance_types: order.allowed_instance_types.clone(),
+    };
+    let launch = |launched| context.launch(launched, key, ec2, &needs, None, now);
+    context.ledger.apply(outcome.launched.iter().filter_map(launch).collect()).await.map_err(at_aws)?;
+    context.launches.note_carried_out(key, &order.client_token);
+    new.fleet = None;
+    context.capacity_memory().note(order, outcome.launched.len(), &outcome.causes, now);
+    let problem = launch_problem(&outcome.causes).filter(|_| outcome.launched.is_empty());
+    context.launched(Some(pool), problem.clone());
+    match problem {
+        Some(problem) => Err(problem),
+        None if outcome.launched.is_empty() => {
+            let (count, causes) = (order.requested, in_words(&outcome.causes));
+            Err((PoolReason::InsufficientCapacity, format!("EC2 gave none of {count} warm machines: {causes}")))
+        }
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,188 @@
+//! What the leader remembers of each pool between reconciliations. All of it can be lost: the next leader prepares, sweeps
+//! and sends messages once more, which does no harm.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{Mutex, MutexGuard},
+    time::{Duration, Instant},
+};
+
+use paddock_core::{ec2::pool_status::PoolProblem, names::PoolKey};
+use paddock_effects::lock;
+use tokio::task::JoinHandle;
+
+/// How long a failed launch counts, unless the pool is edited or a later launch succeeds.
+const LAUNCH_MEMORY: Duration = Duration::from_secs(300);
+
+#[derive(Default)]
+pub struct PoolMemory {
+    /// Why the last reload of the ledger failed, which concerns every pool.
+    reload_problem: Mutex<Option<PoolProblem>>,
+    pools: Mutex<HashMap<PoolKey, Memory>>,
+}
+
+#[derive(Default)]
+struct Memory {
+    /// When it was last compared with AWS, and which generation of it.
+    prepared: Option<(Instant, Option<i64>)>,
+    /// The last sweep, and when it began.
+    sweep: Option<(Instant, JoinHandle<()>)>,
+    sweep_problem: Option<PoolProblem>,
+    failed_launch: Option<FailedLaunch>,
+    /// Machines whose idle message this leader has sent. The size of a queue proves nothing: a message that no claim needs
+    /// any more can stand for one that was never sent.
+    sent: HashSet<String>,
+}
+
+struct FailedLaunch {
+    problem: PoolProblem,
+    generation: Option<i64>,
+    at: Instant,
+}
+
+impl PoolMemory {
+    fn pools(&self) -> MutexGuard<'_, HashMap<PoolKey, Memory>> {
+        lock(&self.pools)
+    }
+
+    fn with<T>(&self, pool: &PoolKey, act: impl FnOnce(&mut Memory) -> T) -> T {
+        act(self.pools().entry(pool.clone()).or_default())
+    }
+
+    /// The pool is deleted.
+    pub fn forget(&self, pool: &PoolKey) {
+        self.pools().remove(pool);
+    }
+
+    /// Whether this generation of the pool was not compared with AWS within `period`; if so, it counts as compared now.
+    pub fn is_prepare_due(&self, pool: &PoolKey, generation: Option<i64>, period: Duration) -> bool {
+        self.with(pool, |memory| {
+            let due = !memory.prepared.is_some_and(|(at, seen)| seen == generation && at.elapsed() < period);
+            if due {
+                memory.prepared = Some((Instant::now(), generation));
+            }
+            due
+        })
+    }
+
+    /// Something that the pool has at AWS may be missing.
+    pub fn prepare_again(&self, pool: &PoolKey) {
+        self.with(pool, |memory| memory.prepared = None);
+    }
+
+    /// Starts a sweep unless the last one runs still, or began within `period`.
+    pub fn sweep_if_due(&self, pool: &PoolKey, period: Duration, start: impl FnOnce() -> JoinHandle<()>) {
+        self.with(pool, |memory| {
+            if memory.sweep.as_ref().is_none_or(|(began, sweep)| sweep.is_finished() && began.elapsed() >= period) {
+                memory.sweep = Some((Instant::now(), start()));
+            }
+        });
+    }
+
+    pub fn note_sweep(&self, pool: &PoolKey, problem: Option<PoolProblem>) {
+        self.with(pool, |memory| memory.sweep_problem = problem);
+    }
+
+    pub fn note_reload(&self, problem: Option<PoolProblem>) {
+        *lock(&self.reload_problem) = problem;
+    }
+
+    /// Why the pool's machines are not looked after.
+    pub fn upkeep_problem(&self, pool: &PoolKey) -> Option<PoolProblem> {
+        lock(&self.reload_problem).clone().or_else(|| self.pools().get(pool)?.sweep_problem.clone())
+    }
+
+    pub fn note_launch(&self, pool: &PoolKey, generation: Option<i64>, problem: Option<PoolProblem>) {
+        let failed = problem.map(|problem| FailedLaunch { problem, generation, at: Instant::now() });
+        self.with(pool, |memory| memory.failed_launch = failed);
+    }
+
+    /// Why the last launch for this generation of the pool failed, and how long ago.
+    pub fn launch_problem(&self, pool: &PoolKey, generation: Option<i64>) -> Option<(PoolProblem, Duration)> {
+        let pools = self.pools();
+        let failed = pools.get(pool)?.failed_launch.as_ref()?;
+        let age = failed.at.elapsed();
+        (failed.generation == generation && age < LAUNCH_MEMORY).then(|| (failed.problem.clone(), age))
+    }
+
+    pub fn note_sent(&self, pool: &PoolKey, id: &str) {
+        self.with(pool, |memory| memory.sent.insert(id.to_owned()));
+    }
+
+    pub fn forget_sent(&self, pool: &PoolKey, id: &str) {
+        self.with(pool, |memory| memory.sent.remove(id));
+    }
+
+    /// The `free` machines whose message was not sent yet. Those that are not free any more are forgotten.
+    pub fn unsent(&self, pool: &PoolKey, free: &HashSet<&str>) -> HashSet<String> {
+        self.with(pool, |memory| {
+            memory.sent.retain(|id| free.contains(id.as_str()));
+            free.iter().filter(|id| !memory.sent.contains(**id)).map(|id| (*id).to_owned()).collect()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use paddock_core::api::PoolReason;
+
+    use super::*;
+
+    fn linux() -> PoolKey {
+        PoolKey::new("ci", "linux")
+    }
+
+    #[test]
+    fn a_failed_launch_counts_until_one_succeeds_or_the_pool_is_edited() {
+        let memory = PoolMemory::default();
+        let bad = || Some((PoolReason::InvalidSpec, "no such subnet".to_owned()));
+        let problem = |generation| memory.launch_problem(&linux(), Some(generation)).map(|(problem, _)| problem);
+        memory.note_launch(&linux(), Some(1), bad());
+        assert_eq!((problem(1), problem(2)), (bad(), None));
+        assert_eq!(memory.launch_problem(&PoolKey::new("ci", "arm"), Some(1)), None);
+        memory.note_launch(&linux(), Some(1), None);
+        assert_eq!(problem(1), None);
+    }
+
+    #[test]
+    fn a_message_is_unsent_until_it_is_sent_and_again_after_its_machine_was_taken() {
+        let memory = PoolMemory::default();
+        let free = HashSet::from(["i-1", "i-2"]);
+        memory.note_sent(&linux(), "i-1");
+        assert_eq!(memory.unsent(&linux(), &free), HashSet::from(["i-2".to_owned()]));
+        memory.note_sent(&linux(), "i-2");
+        assert!(memory.unsent(&linux(), &free).is_empty());
+        assert!(memory.unsent(&linux(), &HashSet::from(["i-2"])).is_empty(), "i-1 is claimed");
+        assert_eq!(memory.unsent(&linux(), &free), HashSet::from(["i-1".to_owned()]), "and free again");
+        memory.forget_sent(&linux(), "i-2");
+        assert_eq!(memory.unsent(&linux(), &free).len(), 2);
+        memory.forget(&linux());
+        assert_eq!(memory.unsent(&linux(), &free).len(), 2);
+    }
+
+    #[test]
+    fn a_pool_is_prepared_once_per_period_generation_and_when_something_is_missing() {
+        let memory = PoolMemory::default();
+        let due = |generation| memory.is_prepare_due(&linux(), Some(generation), Duration::from_secs(300));
+        assert!(due(1) && !due(1), "once");
+        assert!(due(2) && !due(2), "and again when it is edited");
+        memory.prepare_again(&linux());
+        assert!(due(2));
+        assert!(memory.is_prepare_due(&linux(), Some(2), Duration::ZERO), "and after the period");
+    }
+
+    #[tokio::test]
+    async fn one_sweep_runs_at_a_time() {
+        let memory = PoolMemory::default();
+        let sweeps = std::sync::atomic::AtomicU32::new(0);
+        let sweep = |period| {
+            memory.sweep_if_due(&linux(), period, || {
+                sweeps.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+                tokio::spawn(std::future::pending())
+            });
+        };
+        sweep(Duration::ZERO);
+        sweep(Duration::ZERO);
+        assert_eq!(sweeps.into_inner(), 1);
+    }
+}

@@ -1,0 +1,167 @@
+//! How controllers and periodic passes run: their outcomes are counted, their failures logged and repeated.
+
+use std::{fmt::Debug, future::Future, sync::Arc, time::Duration};
+
+use futures::{StreamExt, TryFutureExt, future::ready};
+use jiff::{SignedDuration, Timestamp};
+use kube::{
+    Resource,
+    runtime::{
+        controller::{self, Action, Controller},
+        reflector::ObjectRef,
+    },
+};
+pub use paddock_core::next::Next;
+use paddock_effects::{
+    aws::AwsError,
+    github::{GitHubError, credentials::CredentialsError},
+    kube::objects::KubeError,
+    metrics::{ControllerLabel, Metrics},
+};
+use serde::de::DeserializeOwned;
+use tokio_util::sync::CancellationToken;
+
+/// How long a failed reconciliation waits. Most failures are outages elsewhere.
+pub const RETRY: Duration = Duration::from_secs(5);
+/// How soon an object that has changed since it was read is reconciled again; its watch event mostly comes first.
+pub const CONFLICT_RETRY: Duration = Duration::from_millis(200);
+/// Added to a point in time, so that it has passed for certain when the object is reconciled.
+const MARGIN: Duration = Duration::from_millis(50);
+
+/// What stopped a reconciliation.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Nothing was done that the next reconciliation does not find.
+    #[error("the object has changed since it was read")]
+    Conflict,
+    #[error(transparent)]
+    Aws(#[from] AwsError),
+    #[error(transparent)]
+    GitHub(#[from] GitHubError),
+    #[error(transparent)]
+    Credentials(#[from] CredentialsError),
+    #[error(transparent)]
+    Kube(#[from] KubeError),
+    /// A periodic pass has to be repeated soon.
+    #[error("{0}")]
+    Incomplete(String),
+}
+
+impl Error {
+    fn retry_after(&self) -> Duration {
+        match self {
+            Self::Conflict => CONFLICT_RETRY,
+            Self::GitHub(GitHubError::RateLimited { until }) => time_until(*until).max(RETRY),
+            Self::Aws(_) | Self::GitHub(_) | Self::Credentials(_) | Self::Kube(_) | Self::Incomplete(_) => RETRY,
+        }
+    }
+}
+
+/// The time from now until just after a point in time.
+pub fn time_until(at: Timestamp) -> Duration {
+    at.duration_since(Timestamp::now()).max(SignedDuration::ZERO).unsigned_abs() + MARGIN
+}
+
+fn action(next: Next) -> Action {
+    match next {
+        Next::AwaitChange => Action::await_change(),
+        Next::After(time) => Action::requeue(time),
+        Next::At(at) => Action::requeue(time_until(at)),
+    }
+}
+
+/// Runs one controller until `stop`.
+pub async fn drive<K, C, F>(
+    name: &'static str,
+    controller: Controller<K>,
+    context: Arc<C>,
+    metrics: Metrics,
+    stop: CancellationToken,
+    mut reconcile: impl FnMut(Arc<K>, Arc<C>) -> F,
+) where
+    K: Resource<DynamicType = ()> + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
+    C: Send + Sync + 'static,
+    F: Future<Output = Result<Next, Error>> + Send + 'static,
+{
+    let label = ControllerLabel { controller: name };
+    controller
+        .graceful_shutdown_on(stop.cancelled_owned())
+        .run(
+            move |object, context| reconcile(object, context).map_ok(action),
+            move |_, error, _| Action::requeue(error.retry_after()),
+            context,
+        )
+        .for_each(|outcome| {
+            metrics.reconciles.get_or_create(&label).inc();
+            match outcome {
+                Ok(_) | Err(controller::Error::ReconcilerFailed(Error::Conflict, _)) => {}
+                // Deleted before it was reconciled.
+                Err(controller::Error::ObjectNotFound(_)) => {}
+                Err(error) => {
+                    metrics.reconcile_errors.get_or_create(&label).inc();
+                    tracing::warn!(controller = name, %error, "reconciliation failed");
+                }
+            }
+            ready(())
+        })
+        .await;
+}
+
+/// Runs `pass` now and after each `period`, until `stop`. A pass that failed is repeated after [`RETRY`] where that is
+/// sooner. `stop` interrupts a pass, as a crash would.
+pub async fn every<F: Future<Output = Result<(), Error>>>(
+    name: &'static str,
+    period: Duration,
+    metrics: Metrics,
+    stop: CancellationToken,
+    mut pass: impl FnMut() -> F,
+) {
+    let label = ControllerLabel { controller: name };
+    loop {
+        metrics.reconciles.get_or_create(&label).inc();
+        let outcome = tokio::select! {
+            () = stop.cancelled() => return,
+            outcome = pass() => outcome,
+        };
+        let pause = match outcome {
+            Ok(()) => period,
+            Err(error) => {
+                metrics.reconcile_errors.get_or_create(&label).inc();
+                tracing::warn!(controller = name, %error, "pass failed");
+                RETRY.min(period)
+            }
+        };
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = tokio::time::sleep(pause) => {}
+        }
+    }
+}
+
+/// The object that a name in `namespace` stands for.
+pub fn reference<K: Resource<DynamicType = ()>>(namespace: &str, name: &str) -> ObjectRef<K> {
+    ObjectRef::new(name).within(namespace)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn passes_go_on_after_a_failure_which_is_counted_and_end_with_stop() {
+        let (metrics, stop) = (Metrics::default(), CancellationToken::new());
+        let mut passes = 0;
+        let pass = || {
+            passes += 1;
+            if passes == 3 {
+                stop.cancel();
+            }
+            std::future::ready(if passes == 1 { Err(Error::Conflict) } else { Ok(()) })
+        };
+        every("test", Duration::from_millis(1), metrics.clone(), stop.clone(), pass).await;
+        assert_eq!(passes, 3);
+        let text = metrics.text();
+        assert!(text.contains("paddock_reconciles_total{controller=\"test\"} 3"), "{text}");
+        assert!(text.contains("paddock_reconcile_errors_total{controller=\"test\"} 1"), "{text}");
+    }
+}

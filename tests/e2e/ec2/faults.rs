@@ -1,0 +1,104 @@
+//! AWS refuses, throttles or loses what the operator relies on.
+
+use anyhow::{Context, Result, ensure};
+use paddock::api::{ClaimPhase, RunnerClaimStatus, RunnerPoolStatus};
+use paddock_bed::aws::{
+    InstanceState, Service,
+    faults::{Effect, Rule},
+};
+use paddock_record::State;
+use serde_json::json;
+
+use crate::fixture::{
+    ec2_pool::{Ec2Pool, pool_why, why},
+    world::World,
+};
+
+/// I2: a termination that EC2 denies is shown in the pool's condition and retried until it succeeds.
+pub async fn i2_denied_termination_is_shown_and_retried(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 1 })).await?;
+    let id = pool.the(State::Idle).await?;
+    let denied = Effect::error("UnauthorizedOperation");
+    let denied = pool.fault(Rule::on(Service::Ec2, "TerminateInstances", denied).containing(&id));
+    // Frozen, the machine cannot shut itself down either.
+    world.stage.machines.freeze(&id)?;
+    pool.set(json!({ "maxInstances": 1, "lifetimes": { "maxRuntime": "1s" }, "timeouts": { "registration": "1s" } }))
+        .await?;
+    pool.claim("build", "8680", json!({})).await?;
+    let shown = |status: &RunnerPoolStatus| {
+        let (reason, message) = pool_why(status);
+        reason == "AwsDenied" && message.contains("TerminateInstances")
+    };
+    pool.until_pool("denied", shown).await?;
+    world.until_true("the termination was retried", async || Ok(denied.hits() > 1)).await?;
+    let runs = pool.instances().iter().any(|i| i.id == id && i.state == InstanceState::Running);
+    ensure!(runs, "the machine still runs");
+    drop(denied);
+    pool.until_gone_at_ec2(&id).await?;
+    pool.until_pool("Ready", |status| pool_why(status).0 == "Ready").await?;
+    pool.release("build").await?;
+    pool.clean_up().await
+}
+
+/// I12: a table that throttles every request delays a claim, no more.
+pub async fn i12_a_throttled_table_slows_a_claim_and_breaks_nothing(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 2 })).await?;
+    let throttled = pool.fault(Rule::all(Service::DynamoDb, Effect::Throttle));
+    pool.claim("build", "8690", json!({ "count": 2 })).await?;
+    let told = |status: &RunnerClaimStatus| why(status).1.contains("throttles");
+    pool.until_claim("build", "delayed by throttling", told).await?;
+    drop(throttled);
+    let ready = pool.until_phase("build", ClaimPhase::Ready).await?;
+    ensure!(ready.workers.len() == 2 && pool.instances().len() == 2, "{ready:?}");
+    pool.release("build").await?;
+    pool.until_pooled(2).await?;
+    pool.clean_up().await
+}
+
+/// I2: a deleted table is created again. Machines without a record are terminated and replaced.
+pub async fn i2_deleted_table_is_recreated(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 3 })).await?;
+    let unknown = pool.the(State::Idle).await?;
+    pool.cloud.delete_table().await?;
+    pool.until_pool_said("the table was deleted").await?;
+    pool.until_gone_at_ec2(&unknown).await?;
+    let replaced = async || {
+        // The table may not exist yet.
+        let idle = pool.ids(State::Idle).await.unwrap_or_default();
+        Ok(idle.iter().any(|id| *id != unknown))
+    };
+    world.until_true("another machine is warm", replaced).await?;
+    pool.claim("build", "8696", json!({})).await?;
+    pool.until_phase("build", ClaimPhase::Ready).await?;
+    pool.release("build").await?;
+    pool.clean_up().await
+}
+
+/// What was removed at AWS is created again: queue, launch template, the record of an idle machine.
+pub async fn drift_at_aws_is_repaired(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 3 })).await?;
+    let status = pool.pool_status().await?;
+    let (queue, template) = (pool.queue().await?, status.launch_template.context("a pool has a template")?.id);
+    let idle = pool.the(State::Idle).await?;
+    pool.cloud.delete_queue(&queue).await?;
+    pool.cloud.delete_template(&template).await?;
+    // One sweep finds that the queue is missing, a later one that the machine's message is.
+    world.until_true("the queue exists again", async || pool.cloud.has_queue(&queue).await).await?;
+    let queued = async || Ok(pool.cloud.offers(&queue).await?.contains(&idle));
+    world.until_true("the queue has a message for the machine again", queued).await?;
+    let another = |status: &RunnerPoolStatus| {
+        status.launch_template.as_ref().is_some_and(|now| now.id != template) && pool_why(status).0 == "Ready"
+    };
+    pool.until_pool("with another template", another).await?;
+
+    let launched = pool.instances().len();
+    pool.cloud.delete_record(&idle).await?;
+    pool.until_gone_at_ec2(&idle).await?;
+    world.until_true("another machine is launched", async || Ok(pool.instances().len() > launched)).await?;
+    let replaced = async || Ok(pool.ids(State::Idle).await?.iter().any(|id| *id != idle));
+    world.until_true("another machine is warm", replaced).await?;
+    pool.claim("build", "8695", json!({})).await?;
+    pool.until_phase("build", ClaimPhase::Ready).await?;
+    pool.release("build").await?;
+    pool.clean_up().await
+}

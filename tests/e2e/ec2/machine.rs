@@ -1,0 +1,129 @@
+//! Machines that fail, fall silent or are lost, and what reaches them of a pool's settings.
+
+use anyhow::{Result, ensure};
+use paddock::api::{ClaimPhase, FailureReason, HeartbeatState, RunnerClaimStatus, Worker};
+use paddock_record::{Signal, State};
+use serde_json::json;
+
+use crate::fixture::{
+    ec2_pool::{Ec2Pool, is_pooled, never_done, why},
+    world::World,
+};
+
+/// Waits until the claim has failed for this reason and holds nothing.
+async fn until_failed(pool: &Ec2Pool<'_>, reason: &str) -> Result<RunnerClaimStatus> {
+    let failed = pool.until_phase("build", ClaimPhase::Failed).await?;
+    ensure!(why(&failed).0 == reason, "{failed:?}");
+    ensure!(failed.workers.is_empty(), "I4: a failed claim holds nothing: {failed:?}");
+    Ok(failed)
+}
+
+/// A pre-runner script that fails on a new machine fails the claim, and the machine ends.
+pub async fn i4_a_failed_pre_runner_script_fails_the_claim(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "preRunnerScript": "echo no good; exit 3" })).await?;
+    pool.claim("build", "8600", json!({ "count": 2 })).await?;
+    let failed = until_failed(&pool, "ValidationFailed").await?;
+    ensure!(why(&failed).1.contains("pre-runner script"), "{failed:?}");
+    pool.until_running(&[]).await?;
+    pool.release("build").await?;
+    pool.clean_up().await
+}
+
+/// A new machine that does not start in time fails the claim; the selected idle one returns to the pool.
+pub async fn i4_a_machine_that_never_comes_up_fails_the_claim(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 2 })).await?;
+    let warm = pool.the(State::Idle).await?;
+    // The warm machine has started already.
+    let timeouts = json!({ "validation": "6s" });
+    pool.set(json!({ "maxInstances": 2, "preRunnerScript": never_done(), "timeouts": timeouts })).await?;
+    pool.until_pool("edited", |status| status.launch_template.as_ref().is_some_and(|t| t.version > 1)).await?;
+    pool.claim("build", "8610", json!({ "count": 2 })).await?;
+    let failed = until_failed(&pool, "ValidationFailed").await?;
+    ensure!(why(&failed).1.contains("within 6s"), "{failed:?}");
+    pool.until_running(std::slice::from_ref(&warm)).await?;
+    pool.until_record(&warm, "idle", is_pooled).await?;
+    let queue = pool.queue().await?;
+    world
+        .until_true("the queue has a message for it", async || Ok(pool.cloud.offers(&queue).await?.contains(&warm)))
+        .await?;
+    pool.release("build").await?;
+    pool.clean_up().await
+}
+
+/// An idle machine that does not answer its claim is terminated and replaced; a signal for another run does not count.
+pub async fn machine_that_does_not_register_for_its_run_is_replaced(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "timeouts": { "registration": "4s" } })).await?;
+    let silent = pool.the(State::Idle).await?;
+    pool.set(json!({ "timeouts": { "registration": "4s" } })).await?;
+    world.stage.machines.freeze(&silent)?;
+    pool.cloud.forge_signal(&silent, Signal::Registered, "1").await?;
+    pool.claim("build", "8620", json!({})).await?;
+    let ready = pool.until_phase("build", ClaimPhase::Ready).await?;
+    ensure!(ready.workers.len() == 1 && ready.workers[0].name != silent, "{ready:?}");
+    pool.until_ended(&silent, FailureReason::RegistrationTimeout).await?;
+    pool.release("build").await?;
+    pool.clean_up().await
+}
+
+/// I8: a running machine whose heartbeat stops is shown as stale and kept: it may be running a job.
+pub async fn i8_running_machine_without_heartbeat_is_shown_stale_and_kept(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "timeouts": { "heartbeat": "20s" } })).await?;
+    pool.claim("build", "8630", json!({})).await?;
+    let id = pool.until_phase("build", ClaimPhase::Ready).await?.workers[0].name.clone();
+    let heart = |worker: &Worker| Some(worker.status.as_ref()?.heartbeat.as_ref()?.state);
+    world.stage.machines.freeze(&id)?;
+    let stale = |worker: &Worker| heart(worker) == Some(HeartbeatState::Stale);
+    world.until::<Worker>(&pool.namespace, &id, "stale", stale).await?;
+    ensure!(
+        pool.cloud.record(&id).await?.is_some_and(|record| record.state == State::Running),
+        "the machine is still running"
+    );
+    world.stage.machines.thaw(&id)?;
+    let fresh = |worker: &Worker| heart(worker) == Some(HeartbeatState::Fresh);
+    world.until::<Worker>(&pool.namespace, &id, "fresh again", fresh).await?;
+    pool.release("build").await?;
+    pool.until_pooled(1).await?;
+    pool.clean_up().await
+}
+
+/// I2: a claim that loses machines says how many are left and why; their runners are removed at GitHub.
+pub async fn i2_lost_machines_are_reported_by_cause_and_their_runners_removed(world: &World) -> Result<()> {
+    let settings = json!({ "defaults": { "usageClass": "spot" } });
+    let pool = Ec2Pool::new(world, settings).await?;
+    pool.claim("build", "8601", json!({ "count": 2 })).await?;
+    let status = pool.until_phase("build", ClaimPhase::Ready).await?;
+    let [reclaimed, terminated] = [0, 1].map(|index: usize| status.workers[index].name.clone());
+    world.stage.machines.interrupt_spot(&reclaimed, std::time::Duration::from_secs(1))?;
+    let short = pool.until_claim("build", "short of one", |status| status.progress == "1/2").await?;
+    let (reason, message) = why(&short);
+    ensure!(reason == "WorkerLost" && message.contains("spot_reclaimed"), "{message}");
+    ensure!(short.phase == Some(ClaimPhase::Ready), "the other machine still runs");
+    pool.until_ended(&reclaimed, FailureReason::SpotReclaimed).await?;
+    world.stage.aws.terminate(&terminated).await?;
+    let failed = pool.until_phase("build", ClaimPhase::Failed).await?;
+    let (reason, message) = why(&failed);
+    ensure!(reason == "WorkerLost" && message.contains("instance_gone"), "{message}");
+    pool.until_event("build", "WorkerLost").await?;
+    pool.until_no_runners().await?;
+    pool.release("build").await?;
+    pool.clean_up().await
+}
+
+/// Scripts are data: quotes, newlines and substitutions reach bash unchanged. So do long and unusual run ids.
+pub async fn scripts_and_run_ids_are_data_whatever_they_contain(world: &World) -> Result<()> {
+    let script = "#!/bin/bash\nset -eu\ncat > \"$PADDOCK_ROOT/proof\" <<'EOF'\n'\"`id`$(id)\\ \\n ${HOME} %s ünï 漢字 🐴\nEOF\n\
+                  printf '%s' \"$(printf 'it'\"'\"'s')\" >> \"$PADDOCK_ROOT/proof\"\n";
+    let run = "Zz9._-aB".repeat(7) + "_z.0-9A"; // 63 characters, the maximum
+    let settings = json!({ "preRunnerScript": script, "reuse": { "scrubScript": "touch \"$PADDOCK_ROOT/it's \\\"scrubbed\\\"\"" } });
+    let pool = Ec2Pool::new(world, settings).await?;
+    pool.claim("build", &run, json!({})).await?;
+    let ready = pool.until_phase("build", ClaimPhase::Ready).await?;
+    let id = ready.workers[0].name.clone();
+    let proof = std::fs::read_to_string(world.stage.machines.root(&id).join("proof"))?;
+    ensure!(proof == "'\"`id`$(id)\\ \\n ${HOME} %s ünï 漢字 🐴\nit's", "the script was altered: {proof:?}");
+    ensure!(pool.runners().get(&id) == Some(&vec![run]), "{:?}", pool.runners());
+    pool.release("build").await?;
+    pool.until_pooled(1).await?;
+    ensure!(world.stage.machines.root(&id).join("it's \"scrubbed\"").exists(), "the scrub script ran as written");
+    pool.clean_up().await
+}

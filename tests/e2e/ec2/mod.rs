@@ -1,0 +1,10 @@
+//! Claims on EC2 pools: the real user data and the real agent run on every machine.
+
+pub mod claim;
+pub mod deletion;
+pub mod expiry;
+pub mod faults;
+pub mod launch;
+pub mod machine;
+pub mod release;
+pub mod selection;
