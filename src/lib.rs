@@ -1,8 +1,9 @@
 //! Paddock's operator: GitHub Actions runners for Kubernetes.
 //!
-//! The crates, each using only those before it: `paddock-record` (what operator and machines write for each other),
+//! The crates, each using only those before it: `paddock-record` (records that the operator and the agents exchange),
 //! `paddock-core` (API and decisions), `paddock-effects` (AWS, GitHub, Kubernetes), and this one: [`controllers`] and
-//! [`webhook`] gather facts, ask `core`, and act through `effects`; [`web`] shows. See `docs/architecture.md`.
+//! [`webhook`] gather facts, ask `core`, and act through `effects`; [`web`] serves dashboards.
+//! See `docs/architecture.md`.
 
 pub mod controllers;
 pub mod run;

@@ -68,7 +68,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Where each generated file goes, from the root of the repository.
+/// Writes each generated file, relative to the root of the repository.
 fn generate() -> Result<()> {
     for (name, yaml) in api::crds_yaml() {
         for directory in ["crds", "charts/paddock/files/crds"] {

@@ -1,4 +1,4 @@
-//! `paddock run` and `paddock device-plugin`: put the parts together, and take them apart again.
+//! `paddock run` and `paddock device-plugin`: start the components and shut them down.
 
 use std::{sync::Arc, time::Duration};
 
@@ -19,9 +19,9 @@ use crate::{
     webhook::{intake::Intake, receiver::Hooks},
 };
 
-/// How long running reconciliations may go on after a signal; Kubernetes kills a pod after 30 s.
+/// How long running reconciliations may continue after a signal; Kubernetes kills a pod after 30 s.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(20);
-/// How long open connections may go on after that.
+/// How long open connections may take to close after that.
 const SERVER_GRACE: Duration = Duration::from_secs(2);
 
 const NO_CLUSTER: &str = "no Kubernetes cluster: set KUBECONFIG, or run in a pod";
@@ -34,7 +34,7 @@ pub fn run(settings: Settings) -> Result<()> {
     outcome
 }
 
-/// A board has its own work to do: one thread is enough.
+/// Runs on one thread, to leave the board's CPUs to its jobs.
 pub fn device_plugin(settings: paddock_device_plugin::settings::Settings) -> Result<()> {
     use_one_crypto_provider()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -82,45 +82,45 @@ async fn operate(settings: Settings) -> Result<()> {
         Election { client, namespace, identity: identity(), duration: settings.lease_duration, fence: fence.clone() };
     let shared = Arc::new(Shared::new(settings, leader_client, &fence, stores, metrics.clone()));
     let ec2 = Arc::new(Ec2Context::new(shared, &fence).await);
-    let (begin, begun) = tokio::sync::oneshot::channel();
+    let (work_tx, work_rx) = tokio::sync::oneshot::channel();
     let elected = || {
         metrics.leading.set(1.0);
-        let _ = begin.send(tokio::spawn(controllers::run(ec2, intake, stop.clone())));
+        let _ = work_tx.send(tokio::spawn(controllers::run(ec2, intake, stop.clone())));
     };
-    // The lease is held until the work has ended: nothing of it is refused by our own fence.
-    let retire = CancellationToken::new();
+    // Hold the lease until the controllers have ended, so that the fence does not refuse their last writes.
+    let resign = CancellationToken::new();
     let finish = async {
         let work = tokio::select! {
             () = stop.cancelled() => None,
-            work = begun => work.ok(),
+            work = work_rx => work.ok(),
         };
         if let Some(mut work) = work {
             tokio::select! {
-                // Asked to stop, the controllers may end before this is looked at.
+                // After `stop`, the controllers may end before this is polled.
                 biased;
                 () = stop.cancelled() => {}
                 // A leader that does nothing must not keep the lease.
                 ended = &mut work => bail!("the controllers ended by themselves: {ended:?}"),
             }
             if tokio::time::timeout(SHUTDOWN_GRACE, work).await.is_err() {
-                tracing::warn!("some work did not end in time; the next leader finishes it");
+                tracing::warn!("shutdown grace period exceeded; the next leader finishes the remaining work");
             }
         }
-        retire.cancel();
+        resign.cancel();
         std::future::pending().await
     };
     let outcome = tokio::select! {
-        outcome = election.run(elected, retire.clone()) => outcome.map_err(Into::into),
+        outcome = election.run(elected, resign.clone()) => outcome.map_err(Into::into),
         outcome = finish => outcome,
     };
     metrics.leading.set(0.0);
-    // Whatever still runs is behind the fence; the process ends and starts over as a follower.
+    // The fence refuses the writes of tasks that still run. The process exits and restarts as a follower.
     outcome?;
     let _ = tokio::time::timeout(SERVER_GRACE, server).await;
     Ok(())
 }
 
-/// Unique among replicas and restarts; the pod's name first, so that the Lease tells a person who leads.
+/// Unique among replicas and restarts. It starts with the pod's name, so that the Lease shows which pod leads.
 fn identity() -> String {
     let host = std::env::var("HOSTNAME").unwrap_or_else(|_| "paddock".into());
     let start = jiff::Timestamp::now().as_nanosecond();

@@ -4,7 +4,7 @@ use tracing_subscriber::{EnvFilter, fmt, prelude::*};
 
 use crate::settings::LogFormat;
 
-/// What is logged when `RUST_LOG` says nothing. Clients that log a failure and return it too would tell it twice.
+/// The filter when `RUST_LOG` is not set. Clients that both log and return a failure are off: we log what they return.
 const DEFAULT_FILTER: &str = "info,kube_runtime=warn,kube_client=off,octocrab=off,aws_config=warn";
 
 pub fn start(format: LogFormat) {

@@ -9,10 +9,10 @@ use std::{
 use paddock_record::{entity, table_name};
 use serde_json::Value;
 
-/// What EC2 asks of whoever calls `CreateFleet` with a launch template that has tags and an instance profile.
+/// The permissions EC2 requires for `CreateFleet` with a launch template that has tags and an instance profile.
 const OF_CREATE_FLEET: [&str; 3] = ["ec2:CreateTags", "ec2:RunInstances", "iam:PassRole"];
 
-/// EC2 lets these be granted for everything or not at all.
+/// EC2 supports no resource-level permissions for these.
 const WITHOUT_RESOURCE: [&str; 5] = [
     "ec2:DescribeImages",
     "ec2:DescribeInstances",

@@ -1,7 +1,7 @@
-//! Boards by the hundred: simulated nodes with slots, and what would run in the pods on them.
+//! Hundreds of simulated boards: nodes with slots, and the runners in their pods.
 //!
-//! A pod that KWOK calls Running has its runner online at the simulated GitHub. The runner takes a job, leaves when it is
-//! done, as JIT runners do, and the pod has succeeded.
+//! Once KWOK sets a pod to Running, its runner is online at the simulated GitHub. Like a JIT runner it takes one job
+//! and exits, and the pod succeeds.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -23,34 +23,34 @@ use tokio::task::AbortHandle;
 use crate::{github::Control, kwok::SimulatedNodes};
 
 const LABEL_BOARD: &str = "riseproject.dev/board";
-/// How often the played runners are looked at.
-const LOOK: Duration = Duration::from_millis(50);
-/// Until a busy API server is asked again.
-const RETRY: Duration = Duration::from_secs(1);
-/// How long after its runner has left a pod that still runs is told again to end.
-const AGAIN: Duration = Duration::from_secs(3);
+/// How often the simulated runners are checked.
+const RUNNER_POLL: Duration = Duration::from_millis(50);
+/// Pause before a failed status update is retried.
+const STATUS_RETRY: Duration = Duration::from_secs(1);
+/// How long after its runner has left a pod may stay Running before its status is set again.
+const SUCCEED_AGAIN_AFTER: Duration = Duration::from_secs(3);
 
 pub struct Boards {
     pods: Arc<Mutex<HashMap<String, Seen>>>,
     task: AbortHandle,
 }
 
-/// A runner pod, by its name, as it was last seen.
+/// A runner pod as last seen.
 #[derive(Clone)]
 pub struct Seen {
     pub pod: Arc<Pod>,
     pub first: Instant,
-    /// It has ended, whatever KWOK, still busy with its start, has written over that.
+    /// It has ended, even if KWOK, still starting it, has overwritten that.
     ended: bool,
     runner: Runner,
 }
 
-/// What of a pod's runner was played.
+/// The state of a pod's simulated runner.
 #[derive(Clone, Copy, PartialEq)]
 enum Runner {
     NotYet,
     Online,
-    /// And its pod was told to end then.
+    /// The time is when the pod's status was last set to Succeeded.
     Left(Instant),
 }
 
@@ -59,7 +59,7 @@ impl Seen {
         self.pod.spec.as_ref()?.node_name.as_deref()
     }
 
-    /// The claim that it was made for.
+    /// The claim that it was created for.
     pub fn claim(&self) -> &str {
         self.pod.labels().get("paddock.dev/claim").map_or("", String::as_str)
     }
@@ -75,12 +75,12 @@ impl Seen {
 }
 
 impl Boards {
-    /// Adds nodes called after the board, with one slot of `resource` each and the label of the board.
+    /// Adds nodes named after the board, each with one slot of `resource` and the board's label.
     pub async fn add(nodes: &SimulatedNodes, board: &str, count: usize, resource: &str) -> Result<()> {
         nodes.add(board, count, &[(LABEL_BOARD, board)], &[(resource, "1")]).await
     }
 
-    /// Plays the runners of the pods on nodes that [`Self::add`] made for this board.
+    /// Simulates the runners of the pods on nodes that [`Self::add`] created for this board.
     pub fn play(client: Client, github: Control, board: &str) -> Self {
         let pods: Arc<Mutex<HashMap<String, Seen>>> = Arc::default();
         let task = tokio::spawn(play(client, github, pods.clone(), board.to_owned())).abort_handle();
@@ -88,8 +88,8 @@ impl Boards {
     }
 
     /// The runner pods of this board, by their names.
-    pub fn pods<R>(&self, look: impl FnOnce(&HashMap<String, Seen>) -> R) -> R {
-        look(&self.pods.lock().expect("nobody panics while it is held"))
+    pub fn pods<R>(&self, read: impl FnOnce(&HashMap<String, Seen>) -> R) -> R {
+        read(&self.pods.lock().expect("no panic while held"))
     }
 }
 
@@ -103,17 +103,17 @@ async fn play(client: Client, github: Control, pods: Arc<Mutex<HashMap<String, S
     let all: Api<Pod> = Api::all(client.clone());
     let ours = watcher::Config::default().labels(&format!("{LABEL_BOARD}={board}"));
     let mut events = watcher(all, ours).boxed();
-    let mut look = tokio::time::interval(LOOK);
+    let mut ticks = tokio::time::interval(RUNNER_POLL);
     loop {
         tokio::select! {
             event = events.next() => match event {
                 Some(Ok(watcher::Event::Apply(pod) | watcher::Event::InitApply(pod))) => see(&pods, pod),
                 Some(Ok(watcher::Event::Delete(pod))) => drop(lock(&pods).remove(&pod.name_any())),
                 Some(Ok(watcher::Event::Init | watcher::Event::InitDone)) => {}
-                Some(Err(error)) => eprintln!("the watch of pods was interrupted: {error}"),
+                Some(Err(error)) => eprintln!("pod watch interrupted: {error}"),
                 None => return,
             },
-            _ = look.tick() => {
+            _ = ticks.tick() => {
                 for pod in step(&pods, &github, &board) {
                     tokio::spawn(succeed(client.clone(), pod));
                 }
@@ -123,7 +123,7 @@ async fn play(client: Client, github: Control, pods: Arc<Mutex<HashMap<String, S
 }
 
 fn lock(pods: &Mutex<HashMap<String, Seen>>) -> std::sync::MutexGuard<'_, HashMap<String, Seen>> {
-    pods.lock().expect("nobody panics while it is held")
+    pods.lock().expect("no panic while held")
 }
 
 fn see(pods: &Mutex<HashMap<String, Seen>>, pod: Pod) {
@@ -138,9 +138,9 @@ fn see(pods: &Mutex<HashMap<String, Seen>>, pod: Pod) {
     pods.insert(name, seen);
 }
 
-/// Plays the runners of pods that have started, and gives the pods whose runner has left.
+/// Simulates the runners of started pods, and returns the pods whose runner has left.
 fn step(pods: &Mutex<HashMap<String, Seen>>, github: &Control, board: &str) -> Vec<Arc<Pod>> {
-    // On a real node of the same board the runner is real.
+    // Runners on a real node of the same board are real.
     let is_simulated = |node: &str| node.strip_prefix(board).is_some_and(|rest| rest.starts_with('-'));
     let here: HashSet<String> = github.runners().into_iter().map(|runner| runner.name.to_lowercase()).collect();
     let mut left = Vec::new();
@@ -151,15 +151,15 @@ fn step(pods: &Mutex<HashMap<String, Seen>>, github: &Control, board: &str) -> V
         }
         match seen.runner {
             Runner::NotYet => {
-                let _ = github.play_runner(name); // one that was removed meanwhile has left
+                let _ = github.play_runner(name); // fails if the runner was removed meanwhile
                 seen.runner = Runner::Online;
             }
             Runner::Online if !here.contains(name) => {
                 seen.runner = Runner::Left(Instant::now());
                 left.push(seen.pod.clone());
             }
-            // KWOK, still busy with the start of a pod that ended at once, may have written over it.
-            Runner::Left(told) if told.elapsed() > AGAIN => {
+            // KWOK, still starting a pod that ended at once, may have overwritten the status.
+            Runner::Left(since) if since.elapsed() > SUCCEED_AGAIN_AFTER => {
                 seen.runner = Runner::Left(Instant::now());
                 left.push(seen.pod.clone());
             }
@@ -176,8 +176,8 @@ async fn succeed(client: Client, pod: Arc<Pod>) {
         match api.patch_status(&pod.name_any(), &PatchParams::default(), &status).await {
             Ok(_) => return,
             Err(kube::Error::Api(answer)) if answer.is_not_found() => return,
-            Err(error) => eprintln!("pod {} cannot end: {error}", pod.name_any()),
+            Err(error) => eprintln!("cannot set pod {} to Succeeded: {error}", pod.name_any()),
         }
-        tokio::time::sleep(RETRY).await;
+        tokio::time::sleep(STATUS_RETRY).await;
     }
 }

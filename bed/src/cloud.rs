@@ -1,4 +1,4 @@
-//! AWS as a person at its console has it: what the operator and the agents have written there, and a hand to meddle with it.
+//! Reads and changes what the operator and the agents have written to AWS, as a person at the console would.
 
 use std::collections::BTreeSet;
 
@@ -15,8 +15,8 @@ use serde_json::{Value, json};
 
 use crate::aws::Aws;
 
-/// Receives without a message are believed after so many: a poll may come back empty while another has it.
-const LOOKS: usize = 3;
+/// Receives per listing of a queue: a single one may be empty while another consumer holds the message.
+const RECEIVES: usize = 3;
 
 pub struct Cloud {
     dynamodb: Client,
@@ -69,7 +69,7 @@ impl Cloud {
         Ok(get.consistent_read(true).send().await?.item)
     }
 
-    /// All that the table holds; nothing where no pool has had it made.
+    /// The whole table; empty if no pool has created it yet.
     pub async fn dump(&self) -> Result<String> {
         let items = self.dynamodb.scan().table_name(&self.table).into_paginator().items().send();
         match items.collect::<Result<Vec<_>, _>>().await {
@@ -81,10 +81,10 @@ impl Cloud {
         }
     }
 
-    /// Speaks for an agent.
+    /// Writes a signal in the name of an agent.
     pub async fn forge_signal(&self, id: &str, signal: Signal, run_id: &str) -> Result<()> {
-        let said = WorkerSignal::new(id, signal, run_id, Timestamp::now());
-        self.dynamodb.put_item().table_name(&self.table).set_item(Some(said.to_item())).send().await?;
+        let item = WorkerSignal::new(id, signal, run_id, Timestamp::now());
+        self.dynamodb.put_item().table_name(&self.table).set_item(Some(item.to_item())).send().await?;
         Ok(())
     }
 
@@ -100,10 +100,10 @@ impl Cloud {
         Ok(())
     }
 
-    /// The ids that a queue offers, from its visible messages, which stay there.
-    pub async fn offers(&self, queue: &str) -> Result<BTreeSet<String>> {
+    /// The instance ids in a queue's visible messages, which stay there.
+    pub async fn queued_ids(&self, queue: &str) -> Result<BTreeSet<String>> {
         let mut ids = BTreeSet::new();
-        for _ in 0..LOOKS {
+        for _ in 0..RECEIVES {
             let request = json!({ "QueueUrl": queue, "MaxNumberOfMessages": 10, "VisibilityTimeout": 0 });
             let answer = self.sqs("ReceiveMessage", request).await?;
             let bodies =
@@ -113,7 +113,7 @@ impl Cloud {
         Ok(ids)
     }
 
-    /// How many messages a queue has, hidden ones among them.
+    /// The number of messages in a queue, including hidden ones.
     pub async fn queue_size(&self, queue: &str) -> Result<u64> {
         let request = json!({ "QueueUrl": queue, "AttributeNames": ["All"] });
         let answer = self.sqs("GetQueueAttributes", request).await?;

@@ -1,4 +1,4 @@
-//! `make demo`: a claim goes from Pending to Ready before your eyes, on a bed that then stays for you to look around.
+//! `make demo`: shows a claim going from Pending to Ready, on a bed that keeps running for exploration.
 
 use std::{
     io::{IsTerminal, stdout},
@@ -24,38 +24,38 @@ use crate::{
 
 const NAMESPACE: &str = "demo";
 const RUN_ID: &str = "7001";
-/// A slow machine takes a minute; one that takes this long is stuck.
+/// A slow machine takes a minute.
 const DEADLINE: Duration = Duration::from_secs(180);
 
-/// Runs the demo to its end: at once where nobody watches, otherwise at Ctrl-C.
+/// Runs the demo. Without a terminal it ends by itself, otherwise at Ctrl-C.
 pub fn run() -> Result<()> {
     let stay = stdout().is_terminal() && std::env::var_os("CI").is_none_or(|ci| ci.is_empty());
     let isolated = isolate::enter(isolate::Options { tools: TOOLS, listen: 2 })?;
     if terminal::run(play(isolated, stay))? == Some(Signal::SIGINT) {
-        say("\nended: everything is gone");
+        print("\nended: everything is gone");
     }
     Ok(())
 }
 
 async fn play(isolated: Isolated, stay: bool) -> Result<()> {
-    say("Paddock demo: a cluster, AWS and GitHub of its own, on this machine alone.\n");
+    print("Paddock demo: a cluster, AWS and GitHub of its own, on this machine alone.\n");
     let stage = Arc::new(step("Kubernetes, DynamoDB, SQS, EC2 and GitHub", Stage::start(&isolated, false)).await?);
     let operator = Supervisor::new(stage.clone(), (Ipv4Addr::LOCALHOST, free_port()?).into());
     step("the operator, with the rights the chart gives it", operator.start(Additions::default())).await?;
     step("a pool that keeps one EC2 machine warm", warm_pool(&stage)).await?;
     show(&stage, "rpools,workers").await?;
 
-    say(&format!("\nA workflow claims a runner for its run {RUN_ID}:\n"));
+    print(&format!("\nA workflow claims a runner for its run {RUN_ID}:\n"));
     let claim = stage.claim(NAMESPACE, "build", "linux", RUN_ID, 1);
     let (seen, applied) = tokio::join!(until_ready(&stage), async {
-        // The watch first, so that it shows the first phase too.
+        // The watch starts first, so that it shows the first phase too.
         tokio::time::sleep(Duration::from_millis(300)).await;
         let start = Instant::now();
         stage.kube.apply(&claim.to_string()).await.map(|()| start)
     });
     let start = applied?;
     let ready = seen?.duration_since(start);
-    say(&format!("\nReady {:.1} s after `kubectl apply`.\n", ready.as_secs_f64()));
+    print(&format!("\nReady {:.1} s after `kubectl apply`.\n", ready.as_secs_f64()));
     show(&stage, "rclaims,workers").await?;
     step(&format!("a job with `runs-on: {RUN_ID}`"), job(&stage)).await?;
 
@@ -69,7 +69,7 @@ async fn play(isolated: Isolated, stay: bool) -> Result<()> {
         })
         .await?;
         show(&stage, "rpools,workers").await?;
-        say("\nThe demo has passed.");
+        print("\nThe demo has passed.");
         return operator.stop().await;
     }
     look_around(isolated, &stage, &operator).await
@@ -84,7 +84,7 @@ async fn warm_pool(stage: &Stage) -> Result<()> {
 
 /// Shows `kubectl get --watch` until the claim is Ready.
 async fn until_ready(stage: &Stage) -> Result<Instant> {
-    say("$ kubectl get rclaims --watch");
+    print("$ kubectl get rclaims --watch");
     let mut watch = tokio::process::Command::new(tool("kubectl")?)
         .args(["get", "rclaims", "-n", NAMESPACE, "--watch"])
         .env("KUBECONFIG", stage.kube.kubeconfig())
@@ -94,7 +94,7 @@ async fn until_ready(stage: &Stage) -> Result<Instant> {
     let mut lines = BufReader::new(watch.stdout.take().context("standard output is a pipe")?).lines();
     let follow = async {
         while let Some(line) = lines.next_line().await? {
-            say(&line);
+            print(&line);
             if line.split_whitespace().nth(2) == Some("Ready") {
                 return Ok(Instant::now());
             }
@@ -126,7 +126,7 @@ async fn job(stage: &Stage) -> Result<()> {
     Ok(())
 }
 
-/// Lets the user in, and keeps the operator alive as a kubelet would.
+/// Prints how to access the bed, and restarts the operator as a kubelet would.
 async fn look_around(isolated: Isolated, stage: &Stage, operator: &Supervisor) -> Result<()> {
     let mut doors = isolated.listeners.into_iter();
     let (api, pages) = (doors.next().context("two doors")?, doors.next().context("two doors")?);
@@ -137,22 +137,22 @@ async fn look_around(isolated: Isolated, stage: &Stage, operator: &Supervisor) -
     tokio::spawn(forward(pages, operator.address()));
 
     let kubectl = tool("kubectl")?;
-    say("\nLook around, from another terminal:\n");
-    say(&format!("  export KUBECONFIG={}", kubeconfig.display()));
-    say(&format!("  alias kubectl={}", kubectl.display()));
-    say(&format!("  kubectl get rclaims,workers -n {NAMESPACE}"));
-    say(&format!("  kubectl describe rclaim build -n {NAMESPACE}"));
-    say(&format!("  kubectl delete rclaim build -n {NAMESPACE}      # the machine goes back to the pool"));
-    say("  pkill -9 -f 'paddock run'                      # nothing is lost: it is started again");
-    say(&format!("\n  dashboard: http://127.0.0.1:{page_port}/usage"));
-    say("\nCtrl-C ends the demo and leaves nothing behind.");
-    operator.watch(say).await
+    print("\nLook around, from another terminal:\n");
+    print(&format!("  export KUBECONFIG={}", kubeconfig.display()));
+    print(&format!("  alias kubectl={}", kubectl.display()));
+    print(&format!("  kubectl get rclaims,workers -n {NAMESPACE}"));
+    print(&format!("  kubectl describe rclaim build -n {NAMESPACE}"));
+    print(&format!("  kubectl delete rclaim build -n {NAMESPACE}      # the machine goes back to the pool"));
+    print("  pkill -9 -f 'paddock run'                      # nothing is lost: it is started again");
+    print(&format!("\n  dashboard: http://127.0.0.1:{page_port}/usage"));
+    print("\nCtrl-C ends the demo and leaves nothing behind.");
+    operator.watch(print).await
 }
 
 async fn show(stage: &Stage, what: &str) -> Result<()> {
-    say(&format!("\n$ kubectl get {what}"));
+    print(&format!("\n$ kubectl get {what}"));
     let output = stage.kube.kubectl(&["get", what, "-n", NAMESPACE]).await?;
-    say(succeeded("kubectl get", output)?.trim_end());
+    print(succeeded("kubectl get", output)?.trim_end());
     Ok(())
 }
 
@@ -160,6 +160,6 @@ async fn step<T>(what: &str, work: impl Future<Output = Result<T>>) -> Result<T>
     terminal::step(stdout(), what, work).await
 }
 
-fn say(text: &str) {
+fn print(text: &str) {
     println!("{text}");
 }

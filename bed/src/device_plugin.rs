@@ -1,4 +1,4 @@
-//! `paddock device-plugin` beside the node's kubelet, with the rights that the chart gives it there.
+//! `paddock device-plugin` next to the node's kubelet, with the permissions of the chart.
 
 use std::{process::Command, time::Duration};
 
@@ -20,7 +20,7 @@ pub struct DevicePlugin {
 }
 
 impl DevicePlugin {
-    /// Starts a plugin and waits until the node has its slots. The chart's rights must be installed with
+    /// Starts a plugin and waits until the node has its slots. The chart's permissions must be installed with
     /// `devicePlugin.enabled`.
     pub async fn start(plane: &ControlPlane, node: &Node, board: &str, resource: &str, slots: u32) -> Result<Self> {
         let account = format!("{RELEASE}-device-plugin");
@@ -46,13 +46,13 @@ impl DevicePlugin {
         self.process.signal(signal)
     }
 
-    /// Asks it to end, and gives its exit status.
+    /// Stops it and returns its exit status.
     pub async fn stop(self) -> Result<std::process::ExitStatus> {
         self.process.stop().await
     }
 }
 
-/// How much of a resource a node offers to pods.
+/// The allocatable amount of a resource on a node.
 pub async fn allocatable(nodes: &Api<KubeNode>, node: &str, resource: &str) -> Result<u32> {
     let offered = nodes.get(node).await?.status.and_then(|status| status.allocatable?.remove(resource));
     Ok(offered.map_or(Ok(0), |quantity| quantity.0.parse())?)

@@ -1,7 +1,6 @@
-//! Container images without a container engine: one layer, the same bytes for the same contents.
+//! Builds reproducible single-layer container images without a container engine.
 //!
-//! The archive is an OCI layout that carries Docker's own manifest too, so containerd, skopeo and `docker load` all
-//! take it.
+//! The archive is an OCI layout with an additional Docker manifest, so containerd, skopeo and `docker load` accept it.
 
 use std::{
     collections::BTreeMap,
@@ -18,11 +17,11 @@ use tar::{Builder, EntryType, Header};
 
 use crate::process::tool;
 
-/// The user that images of ours run as: not root, and nobody's on the host.
+/// The user of our images: not root, and unused on the host.
 const USER: u32 = 65532;
 const CERTIFICATES: &str = "/etc/ssl/certs/ca-certificates.crt";
 
-/// The parts of busybox that test images offer.
+/// The busybox applets in test images.
 const APPLETS: [&str; 24] = [
     "cat", "chmod", "cp", "date", "echo", "env", "false", "grep", "head", "hostname", "id", "kill", "ls", "mkdir",
     "nc", "printf", "ps", "rm", "sh", "sleep", "tail", "touch", "true", "wget",
@@ -42,7 +41,7 @@ enum Entry {
     Link(PathBuf),
 }
 
-/// What a file holds.
+/// The content of a file.
 pub enum Content {
     Bytes(Vec<u8>),
     /// Read from the host when the image is written.
@@ -62,7 +61,7 @@ impl From<&Path> for Content {
 }
 
 impl Image {
-    /// An image that holds only `/tmp` and runs as root. `reference` is `name:tag`.
+    /// An image that contains only `/tmp` and runs as root. `reference` is `name:tag`.
     pub fn new(reference: &str) -> Self {
         let files = BTreeMap::from([("tmp".into(), Entry::Directory { mode: 0o1777 })]);
         let (user, entrypoint, labels) = (String::new(), Vec::new(), BTreeMap::new());
@@ -94,7 +93,7 @@ impl Image {
         self
     }
 
-    /// The program `binary` of the host as `path`, with the shared libraries and the loader that it asks for.
+    /// Adds the host's program `binary` as `path`, with its shared libraries and loader.
     pub fn binary_with_libraries(mut self, path: impl AsRef<Path>, binary: &Path) -> Result<Self> {
         for library in libraries(binary)? {
             self = self.file(&library, library.as_path(), 0o755);
@@ -238,12 +237,12 @@ pub fn runner_image(reference: &str, binary: &Path, args: &[&str]) -> Result<Ima
         .entrypoint(&[&[program], args].concat()))
 }
 
-/// The image that holds a pod's namespaces open.
+/// The sandbox image, which keeps a pod's namespaces open.
 pub fn sandbox_image(reference: &str) -> Result<Image> {
     Ok(Image::new(reference).busybox()?.entrypoint(&["/bin/busybox", "sleep", "2147483647"]))
 }
 
-/// The reference that Kubernetes makes of a short one.
+/// Expands a short image reference like Kubernetes.
 pub fn full_reference(reference: &str) -> String {
     let tagged = match reference.rsplit('/').next().is_some_and(|last| last.contains(':')) {
         true => reference.to_owned(),
@@ -256,15 +255,15 @@ pub fn full_reference(reference: &str) -> String {
     }
 }
 
-/// The shared libraries of a program and its loader, as its own loader finds them; none for a static one.
+/// The shared libraries and loader of a program, as found by its own loader; empty for a static one.
 fn libraries(binary: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("ldd").arg(binary).env("LC_ALL", "C").output().context("cannot run ldd")?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    if said.contains("not a dynamic executable") || text.contains("statically linked") {
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    if stderr.contains("not a dynamic executable") || text.contains("statically linked") {
         return Ok(Vec::new());
     }
-    ensure!(output.status.success(), "ldd {}: {}", binary.display(), said.trim());
+    ensure!(output.status.success(), "ldd {}: {}", binary.display(), stderr.trim());
     if let Some(line) = text.lines().find(|line| line.contains("not found")) {
         bail!("{} needs a library that is not installed: {}", binary.display(), line.trim());
     }
@@ -311,7 +310,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// This machine's architecture in the words of Go, which images use.
+/// This machine's architecture by its Go name, which images use.
 fn architecture() -> &'static str {
     match std::env::consts::ARCH {
         "x86_64" => "amd64",

@@ -1,15 +1,15 @@
-//! A world of its own for one bed, which vanishes as a whole however its program ends.
+//! Isolates one bed in namespaces that disappear with its program, even if it is killed.
 //!
 //! [`enter`] splits the calling program into three processes:
 //!
-//! - the *outer* one, started by the user: it forwards signals and mirrors the exit status;
+//! - the *outer* one, started by the user: it forwards signals and returns the exit status;
 //! - the *init* of a new PID namespace: it reaps orphans, and the kernel kills it when the outer one dies and
 //!   everything in the namespace when it dies;
-//! - the *inner* one, which returns from [`enter`] and goes on with the program, in network, mount, IPC, host name and
-//!   cgroup namespaces of its own, with a tmpfs for all it writes.
+//! - the *inner* one, which returns from [`enter`] and continues the program, in its own network, mount, IPC, UTS and
+//!   cgroup namespaces, with a tmpfs for all it writes.
 //!
-//! Only cgroups and the mount point itself outlive the namespaces: a janitor outside waits for the end of a pipe that
-//! init holds, and removes them.
+//! Only cgroups and the mount point outlive the namespaces. A janitor process outside waits until init's end of a pipe
+//! closes, and removes them.
 
 mod cgroups;
 mod network;
@@ -44,46 +44,46 @@ use paddock_bed_process::{free_listener, tool};
 use cgroups::Cgroups;
 pub use network::{BED_ADDRESS, POD_RANGE, SERVICE_ADDRESS, SERVICE_RANGE};
 
-/// Tools that only a real node needs: where they are not to be had, the bed goes without a node.
+/// Tools that only a real node needs; if they are unavailable, the bed has no node.
 const NODE_TOOLS: [&str; 2] = ["kubelet", "containerd"];
 
-/// What is done before the way out is closed.
+/// Preparations before the network is isolated.
 #[derive(Default)]
 pub struct Options<'a> {
-    /// Tools that the bed will start; fetched or built now, because nothing can be downloaded inside.
+    /// Tools that the bed will start; downloaded or built now, because there is no network inside.
     pub tools: &'a [&'a str],
-    /// How many listeners to open on the host's loopback, for the user's own kubectl and browser.
+    /// How many listeners to open on the host's loopback, for the user's kubectl and browser.
     pub listen: usize,
 }
 
 /// The inside of a bed.
 pub struct Isolated {
-    /// For everything the bed writes; gone with the bed.
+    /// For everything the bed writes; removed with the bed.
     pub dir: PathBuf,
-    /// A directory that the host sees too, for what a user is told to open; removed at the end.
+    /// A directory that is visible on the host, for files that users open; removed at the end.
     pub shared: PathBuf,
-    /// Bound to the host's loopback: see [`forward`]. `free_port` gives none of their ports in here, so a server of the
-    /// bed may have the same one, and then the same address serves inside and outside.
+    /// Bound to the host's loopback; see [`forward`]. `free_port` never returns their ports inside, so a server of the
+    /// bed can use the same port and have the same address inside and outside.
     pub listeners: Vec<TcpListener>,
-    /// Where the bed's own servers are to be found by each other and by pods: [`BED_ADDRESS`], or loopback where no
-    /// network namespace could be made.
+    /// The address of the bed's servers for each other and for pods: [`BED_ADDRESS`], or loopback without a network
+    /// namespace.
     pub address: Ipv4Addr,
     /// Whether a real kubelet can run here, or why not, in one sentence.
     pub node_possible: Result<(), String>,
 }
 
-/// How far this machine lets us go.
+/// The degree of isolation that this machine allows.
 #[derive(Clone, Copy, PartialEq)]
 enum Depth {
     /// All namespaces, as root.
     Root,
     /// All namespaces, as the root of a user namespace: no cgroups, so no node.
     User,
-    /// No namespaces: the bed shares the host's network and only its processes and directory are looked after.
+    /// No namespaces: the bed shares the host's network, and only its processes and directory are cleaned up.
     Processes,
 }
 
-/// Moves the program into a world of its own. Call it first thing in `main`, before any thread exists.
+/// Moves the program into its own namespaces. Must be called first in `main`, before any thread exists.
 pub fn enter(options: Options) -> Result<Isolated> {
     ensure!(
         fs::read_dir("/proc/self/task")?.count() == 1,
@@ -140,13 +140,13 @@ pub fn enter(options: Options) -> Result<Isolated> {
     Ok(Isolated { dir, shared, listeners, address, node_possible })
 }
 
-/// Carries every connection to one of [`Isolated::listeners`] to `target` inside the bed. Runs for ever.
+/// Forwards every connection of one of [`Isolated::listeners`] to `target` inside the bed. Never returns.
 pub async fn forward(listener: TcpListener, target: SocketAddr) -> Result<()> {
     listener.set_nonblocking(true)?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
     loop {
         let Ok((mut outside, _)) = listener.accept().await else {
-            // Out of descriptors, for a moment.
+            // Usually out of file descriptors, for a moment.
             tokio::time::sleep(Duration::from_millis(50)).await;
             continue;
         };
@@ -158,7 +158,7 @@ pub async fn forward(listener: TcpListener, target: SocketAddr) -> Result<()> {
     }
 }
 
-/// Brings the tools into the cache. One that only a node needs may be missing: that is the inner result.
+/// Downloads the tools into the cache. The inner result is an error if only a tool for the node is missing.
 fn fetch(tools: &[&str]) -> Result<Result<(), String>> {
     let (node, needed): (Vec<&str>, Vec<&str>) = tools.iter().partition(|name| NODE_TOOLS.contains(name));
     for name in needed {
@@ -174,7 +174,7 @@ fn bail_string<T>(why: &str) -> Result<T, String> {
     Err(why.to_owned())
 }
 
-/// Makes the init process, in as many namespaces as the machine allows. `None` in the child.
+/// Creates the init process, in as many namespaces as the machine allows. Returns `None` in the child.
 fn clone_process() -> Result<(Option<Pid>, Depth)> {
     let namespaces = CloneFlags::CLONE_NEWPID
         | CloneFlags::CLONE_NEWNET
@@ -199,7 +199,7 @@ fn clone_process() -> Result<(Option<Pid>, Depth)> {
     bail!("cannot make a process")
 }
 
-/// The outer process: lets init go on, then only passes signals in and the exit status out.
+/// The outer process: lets init continue, then only forwards signals and the exit status.
 fn outer(init: Pid, depth: Depth, mut ready: PipeWriter, janitor: Pid) -> ! {
     let mapped = if depth == Depth::User { map_root(init) } else { Ok(()) };
     if let Err(error) = mapped.and_then(|()| Ok(ready.write_all(b"!")?)) {
@@ -211,7 +211,7 @@ fn outer(init: Pid, depth: Depth, mut ready: PipeWriter, janitor: Pid) -> ! {
     exit(code)
 }
 
-/// Makes this user the root of the user namespace of `init`.
+/// Maps this user to root in the user namespace of `init`.
 fn map_root(init: Pid) -> Result<()> {
     let proc = Path::new("/proc").join(init.to_string());
     fs::write(proc.join("setgroups"), "deny")?;
@@ -219,7 +219,7 @@ fn map_root(init: Pid) -> Result<()> {
     fs::write(proc.join("gid_map"), format!("0 {} 1", getegid())).context("cannot map this user into a namespace")
 }
 
-/// Turns the new process into init and returns in its child, the inner process. Init holds `alive` to its end.
+/// Turns the new process into init and returns in its child, the inner process. Init keeps `alive` open until it exits.
 fn become_init(
     mut go: PipeReader,
     alive: PipeWriter,
@@ -248,9 +248,9 @@ fn forwarded_signals() -> SigSet {
     [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGCHLD].into_iter().collect()
 }
 
-/// Waits for `child`, forwarding signals to it; the exit code it ended with, as a shell would say it.
+/// Waits for `child`, forwarding signals to it; returns its exit code as a shell would.
 ///
-/// A signal from the terminal goes to every process of the foreground group, the inner one included: passing it on
+/// A signal from the terminal goes to every process of the foreground group, including the inner one: forwarding it
 /// would deliver it twice.
 fn supervise(child: Pid, reap_orphans: bool) -> i32 {
     let signals = SignalFd::new(&forwarded_signals()).expect("signals can be read");
@@ -287,13 +287,12 @@ fn own_mounts(dir: &Path) -> Result<()> {
     let hardened = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)?;
     mount(Some("proc"), "/proc", Some("proc"), hardened, None::<&str>).context("cannot mount /proc for the bed")?;
-    // The size is a limit, not a reservation, and what a kubelet reports as its ephemeral storage: room for the
-    // largest pod.
+    // The size is a limit, not a reservation. The kubelet reports it as ephemeral storage, so the largest pod must fit.
     mount(Some("paddock-bed"), dir, Some("tmpfs"), MsFlags::empty(), Some("size=200g,mode=755"))
         .context("cannot mount the bed's directory")
 }
 
-/// Starts the process that removes what the kernel does not once the returned pipe end is closed by all who hold it.
+/// Starts the janitor, which removes what the kernel does not, once every copy of the returned pipe end is closed.
 fn start_janitor(home: &Path, cgroups: Option<&Cgroups>) -> Result<(Pid, PipeWriter)> {
     let (end, alive) = pipe()?;
     // SAFETY: there is one thread.
@@ -308,12 +307,12 @@ fn start_janitor(home: &Path, cgroups: Option<&Cgroups>) -> Result<(Pid, PipeWri
 }
 
 fn janitor(end: PipeReader, home: &Path, cgroups: Option<&Cgroups>) -> Result<()> {
-    setsid()?; // a Ctrl-C is not for it
+    setsid()?; // so that Ctrl-C does not reach it
     let null = fs::File::options().read(true).write(true).open("/dev/null")?;
     dup2_stdin(&null)?;
     dup2_stdout(&null)?;
     dup2_stderr(&null)?;
-    // Whatever else was inherited, such as the pipe of someone who waits for the program's output to end, is let go.
+    // Close all other inherited descriptors, such as the stdout pipe of a caller that waits for its end.
     // SAFETY: descriptor 3 becomes the pipe and nothing that owns another is used again: `exit` comes next.
     let mut end = unsafe {
         Errno::result(libc::dup2(end.as_raw_fd(), 3))?;

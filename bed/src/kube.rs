@@ -38,17 +38,17 @@ pub const TOOLS: [&str; 6] = ["etcd", "kube-apiserver", "kube-controller-manager
 pub const RELEASE: &str = "paddock";
 pub const RELEASE_NAMESPACE: &str = "paddock-system";
 
-/// Generous: machines that run tests are busy ones.
+/// Generous, because machines that run tests are busy.
 const DEADLINE: Duration = Duration::from_secs(120);
 const WAIT: Wait = Wait::at_most(DEADLINE).retrying(request_failed);
 
-/// How long a service account's token lives: longer than any bed.
+/// The lifetime of a service account token: longer than any bed runs.
 const TOKEN_SECONDS: i64 = 24 * 3600;
 
 pub struct ControlPlane {
     dir: PathBuf,
     address: Ipv4Addr,
-    /// Where the API server is found by every process of the bed.
+    /// The API server's URL for all processes of the bed.
     url: String,
     pki: Pki,
     client: Client,
@@ -59,10 +59,10 @@ pub struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// Starts all parts with their files below `dir` and returns when the first namespace is ready for pods.
+    /// Starts all components with their files below `dir` and returns when the first namespace is ready for pods.
     ///
-    /// With `Isolated::address` the API server also answers at the ClusterIP of its service; with loopback it takes a
-    /// free port there and leaves the service aside.
+    /// With `Isolated::address` the API server also answers at the ClusterIP of its service; on loopback it uses a free
+    /// port and has no service.
     pub async fn start(dir: &Path, address: Ipv4Addr) -> Result<Self> {
         let dir = dir.join("kube");
         let port = if address.is_loopback() { free_port()? } else { 443 };
@@ -104,7 +104,7 @@ impl ControlPlane {
         Ok(plane)
     }
 
-    /// A client with all rights, for the test itself; never for the operator.
+    /// An admin client for the test itself, never for the operator.
     pub fn client(&self) -> Client {
         self.client.clone()
     }
@@ -141,12 +141,12 @@ impl ControlPlane {
         self.pki.kubeconfig(path, &format!("https://127.0.0.1:{port}"), "default", Identity::Certificate(&admin))
     }
 
-    /// A kubeconfig with the rights of a service account, by a token of its own.
+    /// A kubeconfig for a service account, with its own token.
     pub async fn kubeconfig_for_service_account(&self, namespace: &str, name: &str) -> Result<PathBuf> {
         self.kubeconfig_with_token(namespace, name, None).await
     }
 
-    /// The same by a token that names the node, as the token of a pod there would.
+    /// The same with a token that is bound to the node, like that of a pod there.
     pub async fn kubeconfig_of_pod(&self, namespace: &str, name: &str, node: &str) -> Result<PathBuf> {
         let node = Api::<Node>::all(self.client()).get(node).await?;
         let bound = BoundObjectReference {
@@ -181,14 +181,14 @@ impl ControlPlane {
         Ok(path)
     }
 
-    /// Waits until pods can be made in a new namespace: without its default service account they are refused.
+    /// Waits until pods can be created in a new namespace: without its default service account they are refused.
     pub async fn until_namespace_is_ready(&self, name: &str) -> Result<()> {
         let accounts: Api<ServiceAccount> = Api::namespaced(self.client(), name);
         let what = format!("namespace {name} has a default service account");
         WAIT.until(&what, async || Ok(accounts.get_opt("default").await?)).await.map(drop)
     }
 
-    /// Starts the API server, if it does not run, and waits until it is ready.
+    /// Starts the API server if it is not running, and waits until it is ready.
     pub async fn start_apiserver(&self) -> Result<()> {
         let mut running = self.apiserver.lock().await;
         if running.is_some() {
@@ -218,10 +218,10 @@ impl ControlPlane {
                 .arg(flag("--audit-policy-file", policy))
                 .arg(flag("--audit-log-path", self.audit_log()))
                 .args(["--audit-log-mode=batch", "--audit-log-batch-max-wait=1s"])
-                // Most of what a small API server does is to collect garbage; there is memory enough.
+                // Garbage collection dominates a small API server's CPU time, and there is enough memory.
                 .env("GOGC", "400");
             if self.address.is_loopback() {
-                // Loopback is no valid endpoint of a service, so the service gets none.
+                // Loopback is not a valid service endpoint, so the service gets none.
                 command.args(["--bind-address=127.0.0.1", "--endpoint-reconciler-type=none"]);
             }
         })?;
@@ -230,12 +230,12 @@ impl ControlPlane {
         Ok(())
     }
 
-    /// Everything that the operator ever wrote, object by object, but for Secrets; a second behind.
+    /// The audit log of the operator's writes, without Secrets; about a second behind.
     pub fn audit_log(&self) -> PathBuf {
         self.dir.join("log/audit.log")
     }
 
-    /// Ends the API server at once, as a crash would.
+    /// Kills the API server, like a crash.
     pub async fn stop_apiserver(&self) {
         drop(self.apiserver.lock().await.take());
     }
@@ -312,7 +312,7 @@ fn audit_policy() -> Value {
     })
 }
 
-/// The text of a command's standard output, or an error with what it said.
+/// A command's standard output, or an error with its standard error.
 pub fn succeeded(what: &str, output: Output) -> Result<String> {
     if !output.status.success() {
         bail!("{what} ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
@@ -331,9 +331,9 @@ pub fn client_with(config: Config) -> Result<Client> {
     Ok(Client::try_from(config)?)
 }
 
-/// rustls takes a provider for granted only where one is installed for the process.
+/// rustls needs a crypto provider that is installed for the process.
 fn use_one_crypto_provider() {
-    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default(); // an error says there is one already
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default(); // fails only if there is one already
 }
 
 fn start_etcd(dir: &Path, port: u16) -> Result<Process> {

@@ -1,5 +1,5 @@
-//! Simulated nodes, for scale and for machines where no real one can run: KWOK plays the kubelet, so pods on them become
-//! Running without running.
+//! Simulated nodes, for scale and for machines that cannot run a real one. KWOK acts as the kubelet, so pods become
+//! Running without any process.
 
 use std::{collections::BTreeMap, fs, process::Command, time::Duration};
 
@@ -21,7 +21,7 @@ use crate::{
 /// The tool that [`SimulatedNodes::start`] needs, for `isolate::Options`.
 pub const TOOLS: [&str; 1] = ["kwok"];
 
-/// KWOK plays the nodes with this annotation and leaves real ones alone.
+/// KWOK manages only nodes with this annotation.
 const ANNOTATION: (&str, &str) = ("kwok.x-k8s.io/node", "fake");
 
 const DEADLINE: Duration = Duration::from_secs(180);
@@ -48,8 +48,8 @@ impl SimulatedNodes {
         Ok(Self { client: plane.client(), _kwok: kwok })
     }
 
-    /// Adds nodes `<prefix>-0` to `<prefix>-<n - 1>` with these labels and, beside CPU, memory, pods and storage in
-    /// plenty, `allocatable`. KWOK makes them Ready a moment later.
+    /// Adds nodes `<prefix>-0` to `<prefix>-<n - 1>` with these labels, ample CPU, memory, pods and storage, and
+    /// `allocatable`. KWOK makes them Ready a moment later.
     pub async fn add(
         &self,
         prefix: &str,

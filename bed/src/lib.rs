@@ -1,5 +1,5 @@
-//! The test bed: the real parts that Paddock meets in production, or faithful stand-ins, started and stopped by one
-//! program. The demo, the end-to-end tests and the benchmarks all stand on it.
+//! The test bed: the real components around Paddock, or faithful simulations, started and stopped by one program. The
+//! demo, the end-to-end tests and the benchmarks use it.
 
 pub mod bench;
 pub mod boards;

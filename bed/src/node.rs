@@ -1,7 +1,7 @@
 //! A real node: the kubelet with containerd, runc and CNI, running pods from images that the repository built.
 //!
-//! The kubelet's standard directories are the bed's own in its mount namespace, the device plugins' among them. Pods get
-//! addresses of the bed's network and reach its servers at `isolate::BED_ADDRESS`.
+//! In the bed's mount namespace the kubelet has its own standard directories, including the one for device plugins.
+//! Pods get addresses in the bed's network and reach its servers at `isolate::BED_ADDRESS`.
 
 use std::{
     fs,
@@ -31,8 +31,8 @@ pub const TOOLS: [&str; 2] = ["kubelet", "containerd"];
 const DEADLINE: Duration = Duration::from_secs(120);
 const SANDBOX_IMAGE: &str = "paddock-bed/sandbox:1";
 
-/// Directories of the host that the node's programs write to whatever they are told, and what they call their own there.
-const ROOMS: [(&str, &[&str]); 3] = [
+/// Host directories that the node's programs always write to, with the subdirectories that they use there.
+const PRIVATE_DIRS: [(&str, &[&str]); 3] = [
     ("/run", &["containerd", "runc", "netns"]),
     ("/var/lib", &["kubelet", "containerd", "cni"]),
     ("/var/log", &["pods", "containers"]),
@@ -49,10 +49,10 @@ pub struct Node {
 }
 
 impl Node {
-    /// Starts the node and returns when it is Ready. Only where `Isolated::node_possible` says so, and once per bed.
+    /// Starts the node and returns when it is Ready. Requires `Isolated::node_possible`; at most once per bed.
     pub async fn start(plane: &ControlPlane, name: &str, labels: &[(&str, &str)]) -> Result<Self> {
         let dir = plane.dir().join("node");
-        for (place, own) in ROOMS {
+        for (place, own) in PRIVATE_DIRS {
             make_room(Path::new(place), own, &dir.join("rooms"))
                 .with_context(|| format!("cannot make {place} the bed's own"))?;
         }
@@ -82,7 +82,7 @@ impl Node {
         &self.name
     }
 
-    /// Makes the images of an archive, such as `image::Image::write` makes, available to pods that never pull.
+    /// Imports the images of an archive, such as from `image::Image::write`, for pods that never pull.
     pub async fn import_image(&self, archive: &Path) -> Result<()> {
         let output = tokio::process::Command::from(self.program("usr/bin/ctr"))
             .arg("--address")
@@ -96,7 +96,7 @@ impl Node {
         succeeded(&format!("importing {}", archive.display()), output).map(drop)
     }
 
-    /// Starts the kubelet, if it does not run, and waits until the node is Ready.
+    /// Starts the kubelet if it is not running, and waits until the node is Ready.
     pub async fn start_kubelet(&self) -> Result<()> {
         let mut running = self.kubelet.lock().await;
         if running.is_some() {
@@ -115,7 +115,7 @@ impl Node {
         Ok(())
     }
 
-    /// Ends the kubelet at once, as if the node had lost its power; its pods run on.
+    /// Kills the kubelet; its pods keep running.
     pub async fn stop_kubelet(&self) {
         drop(self.kubelet.lock().await.take());
     }
@@ -139,7 +139,7 @@ impl Node {
     }
 }
 
-/// Lets programs of the unpacked Debian packages find each other and their libraries.
+/// Sets the search paths for programs and libraries of the unpacked Debian packages.
 fn path_of_tools(tools: &Path, mut command: Command) -> Command {
     let dirs = ["usr/bin", "usr/sbin"].map(|dir| tools.join(dir).display().to_string()).join(":");
     let path = std::env::var("PATH").unwrap_or_default();
@@ -177,7 +177,7 @@ conf_dir = "{network}"
     );
     let path = dir.join("containerd.toml");
     fs::write(&path, configuration)?;
-    // A default route is safe: nothing in the bed's network leads out.
+    // A default route is safe: the bed's network has no route out.
     let ipam = json!({
         "type": "host-local",
         "ranges": [[{ "subnet": POD_RANGE }]],
@@ -215,19 +215,19 @@ fn write_kubelet_config(plane: &ControlPlane, dir: &Path, name: &str) -> Result<
         "failCgroupV1": false,
         "failSwapOn": false,
         "localStorageCapacityIsolation": true,
-        // A full disk of the machine is not what the tests are about.
+        // A full disk of the host must not evict pods.
         "evictionHard": { "nodefs.available": "0%", "imagefs.available": "0%", "memory.available": "0%" },
         "imageGCHighThresholdPercent": 100,
         "makeIPTablesUtilChains": false,
         "resolvConf": dir.join("resolv.conf"),
         "nodeStatusUpdateFrequency": "2s",
-        "oomScoreAdj": 0, // less would need more than root in a container has
+        "oomScoreAdj": 0, // lower values need privileges that root in a container lacks
         "healthzPort": 0,
     });
     Ok(fs::write(dir.join("kubelet.json"), configuration.to_string())?)
 }
 
-/// Puts a directory of the bed over `place` that has the same entries, each still the host's, and empty ones for `own`.
+/// Mounts a directory over `place` that has the host's entries, but empty directories for `own`.
 fn make_room(place: &Path, own: &[&str], rooms: &Path) -> Result<()> {
     let name = place.strip_prefix("/")?.to_string_lossy().replace('/', "-");
     let room = rooms.join(name);

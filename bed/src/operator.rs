@@ -1,4 +1,4 @@
-//! The operator as a process: one that runs, and a supervisor that keeps one running.
+//! The operator as a process, and a supervisor that restarts it.
 
 use std::{
     collections::BTreeMap,
@@ -18,16 +18,16 @@ use crate::{
     stage::{Stage, binary},
 };
 
-/// Longer than a start takes on a slow machine.
+/// Far longer than a start takes, even on a slow machine.
 const DEADLINE: Duration = Duration::from_secs(180);
 
-/// Between two starts of an operator that ends by itself: one that ends at once must not fill the cores and its log.
+/// The minimum time between two starts, so that an operator that exits at once does not use all CPU or fill the log.
 const RESTART_PERIOD: Duration = Duration::from_secs(1);
 
-/// How often a supervisor looks whether its operator still runs.
+/// How often a supervisor checks whether its operator is still running.
 const WATCH_PERIOD: Duration = Duration::from_millis(200);
 
-/// How the chart has the operator's memory kept.
+/// The chart's memory settings of the operator.
 pub const MEMORY: [(&str, &str); 3] =
     [("MALLOC_ARENA_MAX", "1"), ("MALLOC_MMAP_THRESHOLD_", "131072"), ("MALLOC_TRIM_THRESHOLD_", "1048576")];
 
@@ -38,14 +38,14 @@ pub fn command() -> Result<Command> {
     Ok(command)
 }
 
-/// A running `paddock run`; killed when dropped.
+/// A running `paddock run`, killed on drop.
 pub struct Operator {
     process: Process,
     address: SocketAddr,
 }
 
 impl Operator {
-    /// Starts a [`command`] that was told to listen at `address`.
+    /// Starts a [`command`] that listens at `address`.
     pub fn spawn(name: &str, command: Command, log_dir: &Path, address: SocketAddr) -> Result<Self> {
         Ok(Self { process: Process::spawn(name, command, log_dir)?, address })
     }
@@ -63,7 +63,7 @@ impl Operator {
         self.process.until_ready(DEADLINE, ready).await
     }
 
-    /// The memory that it holds, in KiB: all of it, and what is not mapped from its program file.
+    /// Its resident memory in KiB: all, and without the mapped program file.
     pub fn memory(&self) -> Result<(u64, u64)> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.pid()))?;
         let field = |name: &str| {
@@ -74,10 +74,10 @@ impl Operator {
         Ok((field("VmRSS:")?, field("RssAnon:")?))
     }
 
-    /// The time that it has had a core for.
+    /// Its CPU time.
     pub fn cpu(&self) -> Result<Duration> {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.process.pid()))?;
-        // After the name, which may hold anything, in hundredths of a second: of the program, and of the kernel for it.
+        // After the name, which may contain anything: user and system time in hundredths of a second.
         let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).take(2);
         let ticks = fields.map(str::parse::<u64>).sum::<Result<u64, _>>()?;
         Ok(Duration::from_millis(10 * ticks))
@@ -109,7 +109,7 @@ impl Operator {
         self.process.kill().map(drop)
     }
 
-    /// Asks it to end, which it must do in order.
+    /// Sends SIGTERM; it must exit cleanly.
     pub async fn stop(self) -> Result<()> {
         let log = self.process.log().to_owned();
         let status = self.process.stop().await?;
@@ -118,7 +118,7 @@ impl Operator {
     }
 }
 
-/// What an operator is given beyond what it needs on its stage; it takes precedence.
+/// Additional settings of an operator; they override those of the stage.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Additions {
     pub args: Vec<String>,
@@ -137,13 +137,13 @@ pub struct Supervisor {
     address: SocketAddr,
     log: PathBuf,
     running: Mutex<Running>,
-    /// Held while the operator is ended or started.
-    turn: tokio::sync::Mutex<()>,
+    /// Held while the operator is stopped or started.
+    start_lock: tokio::sync::Mutex<()>,
 }
 
 #[derive(Default)]
 struct Running {
-    /// `None` where it was ended on purpose.
+    /// `None` if it was stopped on purpose.
     operator: Option<Operator>,
     additions: Additions,
     started: Option<Instant>,
@@ -155,7 +155,7 @@ impl Supervisor {
     /// No operator runs until [`Self::start`].
     pub fn new(stage: Arc<Stage>, address: SocketAddr) -> Self {
         let log = stage.operator_logs().join(format!("{}.log", Self::NAME));
-        Self { stage, address, log, running: Mutex::default(), turn: tokio::sync::Mutex::default() }
+        Self { stage, address, log, running: Mutex::default(), start_lock: tokio::sync::Mutex::default() }
     }
 
     pub fn address(&self) -> SocketAddr {
@@ -167,16 +167,16 @@ impl Supervisor {
         format!("http://{}", self.address)
     }
 
-    /// Starts an operator in place of the one that runs, if one does, which gets `kill -9`.
+    /// Starts an operator; one that is already running gets `kill -9`.
     pub async fn start(&self, additions: Additions) -> Result<()> {
-        let _turn = self.turn.lock().await;
+        let _lock = self.start_lock.lock().await;
         self.launch(additions).await
     }
 
-    /// Ends the operator, in order where the signal is SIGTERM, and starts it with these additions. If it does not start
-    /// with them, the error says why, and it is started as it was before.
+    /// Stops the operator, cleanly if the signal is SIGTERM, and starts it with these additions. If that fails, it is
+    /// started with the previous ones and the error says why.
     pub async fn restart(&self, additions: Additions, signal: Signal) -> Result<()> {
-        let _turn = self.turn.lock().await;
+        let _lock = self.start_lock.lock().await;
         let Running { operator, additions: former, .. } = std::mem::take(&mut *self.running());
         let ran = operator.is_some();
         match operator {
@@ -192,13 +192,13 @@ impl Supervisor {
         Err(error)
     }
 
-    /// Asks the operator to end, which it must do in order; it stays away until it is started.
+    /// Sends SIGTERM to the operator, which must exit cleanly; it is not restarted automatically.
     pub async fn stop(&self) -> Result<()> {
         let operator = self.running().operator.take().context("no operator runs")?;
         operator.stop().await
     }
 
-    /// Ends the operator with `kill -9`; it stays away until it is started.
+    /// Kills the operator with `kill -9`; it is not restarted automatically.
     pub fn kill(&self) -> Result<()> {
         let operator = self.running().operator.take().context("no operator runs")?;
         operator.kill()
@@ -208,9 +208,9 @@ impl Supervisor {
         self.running().operator.as_ref().context("no operator runs")?.signal(signal)
     }
 
-    /// Starts an operator that ended by itself again, as a kubelet would; says whether it did.
+    /// Restarts an operator that exited by itself, as a kubelet would; returns whether it did.
     pub async fn revive(&self) -> Result<bool> {
-        let _turn = self.turn.lock().await;
+        let _lock = self.start_lock.lock().await;
         let additions = {
             let mut running = self.running();
             let due = running.started.is_none_or(|started| started.elapsed() >= RESTART_PERIOD);
@@ -222,19 +222,19 @@ impl Supervisor {
         Ok(true)
     }
 
-    /// Revives it whenever it is needed, and says so.
-    pub async fn watch(&self, say: impl Fn(&str)) -> ! {
+    /// Restarts the operator whenever it exits, and calls `report`.
+    pub async fn watch(&self, report: impl Fn(&str)) -> ! {
         loop {
             tokio::time::sleep(WATCH_PERIOD).await;
             match self.revive().await {
                 Ok(false) => {}
-                Ok(true) => say("the operator ended and was started again"),
-                Err(error) => say(&error.to_string()), // the log has the rest
+                Ok(true) => report("the operator ended and was started again"),
+                Err(error) => report(&error.to_string()), // the log has the rest
             }
         }
     }
 
-    /// What every operator here has logged.
+    /// The log of all operators started here.
     pub fn log(&self) -> String {
         fs::read(&self.log).map(|text| String::from_utf8_lossy(&text).into_owned()).unwrap_or_default()
     }

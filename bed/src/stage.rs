@@ -1,4 +1,4 @@
-//! All parts together: a cluster, AWS with machines, GitHub, and the operator under the chart's own service account.
+//! The full setup: a cluster, AWS with machines, GitHub, and the operator under the chart's service account.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -35,23 +35,23 @@ pub const TOOLS: &[&str] = &[
     "moto",
 ];
 
-/// The name of the cluster, as the operator is told it.
+/// The operator's cluster name.
 pub const CLUSTER: &str = "bed";
 
-/// The GitHub organisation and repository that everything belongs to.
+/// The GitHub organisation and repository of the stage.
 pub const ORGANIZATION: &str = "acme";
 pub const REPOSITORY: &str = "rocket";
 
-/// The secret of webhooks, as the operator has it in a file.
+/// The webhook secret, which the operator reads from a file.
 pub const WEBHOOK_SECRET: &str = "It's a PaddockCanary to Everybody";
 
-/// The Secret with the GitHub App, in every namespace made by [`Stage::namespace`].
+/// The Secret with the GitHub App, in every namespace created by [`Stage::namespace`].
 pub const CREDENTIALS: &str = "github-app";
 
-/// The image with the stand-in of GitHub's runner, on nodes made by [`Stage::board_node`].
+/// The image with the stand-in of GitHub's runner, on nodes created by [`Stage::board_node`].
 pub const RUNNER_IMAGE: &str = "paddock-bed/runner:1";
 
-/// Longer than anything takes on a machine with busy cores.
+/// Far longer than any step takes, even on a busy machine.
 const DEADLINE: Duration = Duration::from_secs(300);
 
 pub struct Stage {
@@ -65,15 +65,15 @@ pub struct Stage {
     operator_kubeconfig: PathBuf,
 }
 
-/// How a stage differs from the usual one.
+/// Options of a stage.
 #[derive(Default)]
 pub struct Options {
-    /// GitHub's simulator holds everything it is asked and answers against GitHub's own schemas, which the tool
-    /// `github-schemas` brings.
+    /// Validates all requests and responses of the simulated GitHub against GitHub's schemas, from the tool
+    /// `github-schemas`.
     pub validate: bool,
-    /// Nothing runs on instances.
+    /// No process runs on instances.
     pub unmanned: bool,
-    /// Ports of AWS and of GitHub; 0 takes free ones.
+    /// Ports of AWS and of GitHub; 0 picks free ones.
     pub aws_port: u16,
     pub github_port: u16,
 }
@@ -94,11 +94,11 @@ impl Stage {
         let github_port = if options.github_port == 0 { free_port()? } else { options.github_port };
         let own_network = !isolated.address.is_loopback();
         let github = GitHub::start(github::Options {
-            // At loopback too, where a forwarder has the same port on the host, so that one address serves both.
+            // Also on loopback, where a forwarder has the same port on the host, so that one URL works on both sides.
             listen: (if own_network { Ipv4Addr::UNSPECIFIED } else { Ipv4Addr::LOCALHOST }, github_port).into(),
             url: Some(format!("http://{}:{github_port}", isolated.address)),
             validate: options.validate,
-            // A runner on busy cores is slow to ask for its next job, and not offline.
+            // A runner on a busy machine polls slowly and must not count as offline.
             offline_after: Duration::from_secs(10),
             ..github::Options::default()
         });
@@ -131,7 +131,7 @@ impl Stage {
         &self.dir
     }
 
-    /// The file with the webhook secrets, as an operator is given it.
+    /// The operator's file of webhook secrets.
     pub fn webhook_secrets(&self) -> PathBuf {
         self.dir.join("webhook-secrets")
     }
@@ -141,7 +141,7 @@ impl Stage {
         &self.app.private_key
     }
 
-    /// Makes a namespace with the GitHub App's credentials in it.
+    /// Creates a namespace with the GitHub App's credentials.
     pub async fn namespace(&self, name: &str) -> Result<()> {
         let namespaces: Api<Namespace> = Api::all(self.kube.client());
         let namespace = serde_json::from_value(json!({ "metadata": { "name": name } }))?;
@@ -158,13 +158,13 @@ impl Stage {
         self.kube.until_namespace_is_ready(name).await
     }
 
-    /// Lets GitHub tell the operator at this address of all that happens in the organisation.
+    /// Sends the organisation's webhooks to the operator at this address.
     pub fn send_webhooks_to(&self, operator: SocketAddr) {
         let url = format!("http://{operator}/webhook");
         self.github.hook(github::HookSource::App(self.app.id), &url, WEBHOOK_SECRET);
     }
 
-    /// An EC2 pool that fits this stage; `changes` are merged into `spec.ec2`.
+    /// An EC2 pool for this stage; `changes` are merged into `spec.ec2`.
     pub fn ec2_pool(&self, namespace: &str, name: &str, changes: Value) -> Value {
         let subnets: Vec<_> = self.aws.subnets().into_iter().map(|(subnet, _)| subnet).collect();
         let mut ec2 = json!({
@@ -181,8 +181,8 @@ impl Stage {
         pool(namespace, name, json!({ "ec2": ec2 }))
     }
 
-    /// A pool on nodes with this board, whose image such a node has that [`Self::board_node`] made; `changes` are merged
-    /// into `spec.board`.
+    /// A pool on nodes with this board; nodes from [`Self::board_node`] have its image. `changes` are merged into
+    /// `spec.board`.
     pub fn board_pool(&self, namespace: &str, name: &str, board: &str, label: &str, changes: Value) -> Value {
         let mut spec = json!({
             "board": board, "labels": [[label]], "image": RUNNER_IMAGE,
@@ -192,7 +192,7 @@ impl Stage {
         pool(namespace, name, json!({ "board": spec }))
     }
 
-    /// Starts the real node, with the image of the runners' stand-in on it. Only where `Isolated::node_possible` says so.
+    /// Starts the real node, with the image of the runner's stand-in. Requires `Isolated::node_possible`.
     pub async fn board_node(&self, name: &str) -> Result<Node> {
         let node = Node::start(&self.kube, name, &[]).await?;
         let archive = self.dir.join("runner.tar");
@@ -238,10 +238,10 @@ impl Stage {
             .env("KUBECONFIG", &self.operator_kubeconfig)
             .env("HOSTNAME", name)
             .env("NO_COLOR", "1")
-            // Not arguments, so that an argument may say otherwise.
+            // Not arguments, so that an argument can override them.
             .env("PADDOCK_CLUSTER_NAME", CLUSTER)
             .env("PADDOCK_GITHUB_API_URL", self.github.api_url())
-            // Short, so that a killed leader is replaced soon; long enough for an API server on busy cores.
+            // Short, so that a killed leader is replaced soon; long enough for a busy API server.
             .env("PADDOCK_LEASE_DURATION", "10s")
             .env("PADDOCK_CAPACITY_MEMORY", "20s")
             .env("PADDOCK_WEBHOOK_SECRET_FILE", self.webhook_secrets())
@@ -269,11 +269,11 @@ fn merge(object: &mut Value, changes: Value) {
     }
 }
 
-/// A program of this workspace, built beside the one that runs.
+/// A program of this workspace, in the build directory of the running one.
 pub fn binary(name: &str) -> Result<PathBuf> {
     let program = std::env::current_exe()?;
     let directory = program.parent().context("a program lies in a directory")?;
-    // Test binaries lie one level deeper.
+    // Test binaries are one level deeper.
     let directory = if directory.ends_with("deps") { directory.parent().unwrap_or(directory) } else { directory };
     let path = directory.join(name);
     ensure!(path.exists(), "{} is not built: run `cargo build --workspace --bins` first", path.display());

@@ -1,4 +1,4 @@
-//! What a program of the bed shows its user, and how the user ends it.
+//! Terminal output of the bed's programs, and their interruption by the user.
 
 use std::{
     io::{IsTerminal, Write},
@@ -10,8 +10,8 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::process::Signal;
 
-/// Runs `work` to its end, or until Ctrl-C or SIGTERM: then it is dropped with all that it started, and the answer is the
-/// signal.
+/// Runs `work` until it completes, or until Ctrl-C or SIGTERM: then it is dropped with all that it started, and the
+/// signal is returned.
 pub fn run(work: impl Future<Output = Result<()>>) -> Result<Option<Signal>> {
     tokio::runtime::Runtime::new()?.block_on(async {
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -24,7 +24,7 @@ pub fn run(work: impl Future<Output = Result<()>>) -> Result<Option<Signal>> {
     })
 }
 
-/// Names what is being done, and tells how long it took.
+/// Prints the current step and how long it took.
 pub async fn step<T>(mut out: impl Write + IsTerminal, what: &str, work: impl Future<Output = Result<T>>) -> Result<T> {
     let start = Instant::now();
     let live = out.is_terminal();

@@ -21,7 +21,7 @@ use paddock_bed::{
     isolate::{self, Isolated, Options},
     kube::{ControlPlane, TOOLS, client_with},
     node::{self, Node},
-    wait::{Look, Wait},
+    wait::{Check, Wait},
 };
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
@@ -106,12 +106,12 @@ async fn run(bed: &Bed, name: &str, script: &str, extra: Value) -> Result<(Strin
         let containers = pods.get(name).await?.status.and_then(|status| status.container_statuses);
         let container = containers.as_deref().and_then(<[_]>::first).and_then(|container| container.state.clone());
         let Some(ended) = container.and_then(|state| state.terminated) else {
-            return Ok(Look::NotYet("its container has not ended".into()));
+            return Ok(Check::NotYet("its container has not ended".into()));
         };
         Ok(match pods.logs(name, &LogParams::default()).await {
-            Ok(log) => Look::Found((log, ended.exit_code)),
+            Ok(log) => Check::Found((log, ended.exit_code)),
             // A busy kubelet is asked again.
-            Err(error) => Look::NotYet(format!("no log ({error})")),
+            Err(error) => Check::NotYet(format!("no log ({error})")),
         })
     };
     match Wait::at_most(DEADLINE).every(PAUSE).until(&format!("{name} ends"), ended).await {

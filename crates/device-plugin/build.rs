@@ -1,4 +1,4 @@
-//! The kubelet's gRPC interface, from its own description and without `protoc`.
+//! Generates the kubelet's gRPC API from its proto file, without `protoc`.
 
 use std::error::Error;
 

@@ -20,10 +20,10 @@ use paddock_effects::{
 use tokio_util::sync::CancellationToken;
 
 use self::ec2::Ec2Context;
-pub use self::runtime::{CONFLICT_RETRY, Error, Next, RETRY, drive, every, reference, time_until};
+pub use self::runtime::{CONFLICT_RETRY, ERROR_RETRY, Error, Next, drive, every, reference, time_until};
 use crate::{settings::Settings, webhook::intake::Intake};
 
-/// What every controller works with.
+/// State shared by every controller.
 pub struct Shared {
     pub settings: Settings,
     /// Writes only while this replica leads.

@@ -1,4 +1,4 @@
-//! Finished claims, of machines and of boards alike, go when their retention time is over.
+//! Deletes finished claims, on EC2 and on boards, after their retention time.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,12 +13,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Shared, every};
 
-/// How often claims are gone through, unless they stay for less than ten times that.
-const PERIOD: Duration = Duration::from_secs(60);
+/// How often claims are checked, unless their retention time is less than ten times this.
+const MAX_CHECK_PERIOD: Duration = Duration::from_secs(60);
 
-/// How often to look for what is outdated.
+/// How often to check for expired objects.
 pub fn period(retention: Duration) -> Duration {
-    PERIOD.min(retention / 10).max(Duration::from_secs(1))
+    MAX_CHECK_PERIOD.min(retention / 10).max(Duration::from_secs(1))
 }
 
 pub async fn run(shared: Arc<Shared>, stop: CancellationToken) {
@@ -37,10 +37,10 @@ pub async fn run(shared: Arc<Shared>, stop: CancellationToken) {
     .await;
 }
 
-/// Deletes the very claim that was seen: one of the same name that was applied since is another.
+/// Deletes only the observed version of the claim: one of the same name may have been created since.
 async fn delete(shared: &Shared, claim: &RunnerClaim) -> kube::Result<()> {
-    let seen = Preconditions { uid: claim.uid(), resource_version: claim.resource_version() };
-    let parameters = DeleteParams { preconditions: Some(seen), ..DeleteParams::default() };
+    let preconditions = Preconditions { uid: claim.uid(), resource_version: claim.resource_version() };
+    let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
     match objects::api(&shared.client, claim).delete(&claim.name_any(), &parameters).await {
         Ok(_) => Ok(()),
         Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(()),

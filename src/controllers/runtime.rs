@@ -1,4 +1,4 @@
-//! How controllers and periodic passes run: their outcomes are counted, their failures logged and repeated.
+//! Runs controllers and periodic passes: counts outcomes, logs failures and retries them.
 
 use std::{fmt::Debug, future::Future, sync::Arc, time::Duration};
 
@@ -21,17 +21,17 @@ use paddock_effects::{
 use serde::de::DeserializeOwned;
 use tokio_util::sync::CancellationToken;
 
-/// How long a failed reconciliation waits. Most failures are outages elsewhere.
-pub const RETRY: Duration = Duration::from_secs(5);
-/// How soon an object that has changed since it was read is reconciled again; its watch event mostly comes first.
+/// How soon a failed reconciliation is retried. Most failures are outages of other services.
+pub const ERROR_RETRY: Duration = Duration::from_secs(5);
+/// How soon a reconciliation is retried after a write conflict; the watch event usually comes first.
 pub const CONFLICT_RETRY: Duration = Duration::from_millis(200);
 /// Added to a point in time, so that it has passed for certain when the object is reconciled.
-const MARGIN: Duration = Duration::from_millis(50);
+const TIME_UNTIL_MARGIN: Duration = Duration::from_millis(50);
 
 /// What stopped a reconciliation.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Nothing was done that the next reconciliation does not find.
+    /// The next reconciliation observes everything that was done so far.
     #[error("the object has changed since it was read")]
     Conflict,
     #[error(transparent)]
@@ -42,7 +42,7 @@ pub enum Error {
     Credentials(#[from] CredentialsError),
     #[error(transparent)]
     Kube(#[from] KubeError),
-    /// A periodic pass has to be repeated soon.
+    /// A periodic pass has to be retried soon.
     #[error("{0}")]
     Incomplete(String),
 }
@@ -51,15 +51,15 @@ impl Error {
     fn retry_after(&self) -> Duration {
         match self {
             Self::Conflict => CONFLICT_RETRY,
-            Self::GitHub(GitHubError::RateLimited { until }) => time_until(*until).max(RETRY),
-            Self::Aws(_) | Self::GitHub(_) | Self::Credentials(_) | Self::Kube(_) | Self::Incomplete(_) => RETRY,
+            Self::GitHub(GitHubError::RateLimited { until }) => time_until(*until).max(ERROR_RETRY),
+            Self::Aws(_) | Self::GitHub(_) | Self::Credentials(_) | Self::Kube(_) | Self::Incomplete(_) => ERROR_RETRY,
         }
     }
 }
 
 /// The time from now until just after a point in time.
 pub fn time_until(at: Timestamp) -> Duration {
-    at.duration_since(Timestamp::now()).max(SignedDuration::ZERO).unsigned_abs() + MARGIN
+    at.duration_since(Timestamp::now()).max(SignedDuration::ZERO).unsigned_abs() + TIME_UNTIL_MARGIN
 }
 
 fn action(next: Next) -> Action {
@@ -107,7 +107,7 @@ pub async fn drive<K, C, F>(
         .await;
 }
 
-/// Runs `pass` now and after each `period`, until `stop`. A pass that failed is repeated after [`RETRY`] where that is
+/// Runs `pass` now and after each `period`, until `stop`. A failed pass is retried after [`ERROR_RETRY`] if that is
 /// sooner. `stop` interrupts a pass, as a crash would.
 pub async fn every<F: Future<Output = Result<(), Error>>>(
     name: &'static str,
@@ -128,7 +128,7 @@ pub async fn every<F: Future<Output = Result<(), Error>>>(
             Err(error) => {
                 metrics.reconcile_errors.get_or_create(&label).inc();
                 tracing::warn!(controller = name, %error, "pass failed");
-                RETRY.min(period)
+                ERROR_RETRY.min(period)
             }
         };
         tokio::select! {
@@ -138,7 +138,7 @@ pub async fn every<F: Future<Output = Result<(), Error>>>(
     }
 }
 
-/// The object that a name in `namespace` stands for.
+/// The reference to object `name` in `namespace`.
 pub fn reference<K: Resource<DynamicType = ()>>(namespace: &str, name: &str) -> ObjectRef<K> {
     ObjectRef::new(name).within(namespace)
 }

@@ -1,4 +1,4 @@
-//! Demand: one decision for all board pools, whenever something changed that it rests on.
+//! Demand: one decision for all board pools, whenever one of its inputs changes.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -24,14 +24,14 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     Error,
-    boards::{BoardContext, LOOK_AGAIN},
+    boards::{BoardContext, RESYNC_PERIOD},
     reference, time_until,
 };
 
-/// Workers that are made at a time.
-const AT_ONCE: usize = 32;
-/// How long a decision that could not be carried out waits.
-const RETRY: Duration = Duration::from_secs(1);
+/// Workers created concurrently.
+const CONCURRENT_CREATES: usize = 32;
+/// How soon a decision that could not be applied is made again.
+const DECISION_RETRY: Duration = Duration::from_secs(1);
 
 pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
     let stores = &board.shared.stores;
@@ -55,16 +55,16 @@ pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
             let start = Instant::now();
             board.shared.metrics.reconciles.get_or_create(&label).inc();
             wait = match board.decide().await {
-                Ok(retry_at) => retry_at.map_or(LOOK_AGAIN, time_until).min(LOOK_AGAIN),
+                Ok(retry_at) => retry_at.map_or(RESYNC_PERIOD, time_until).min(RESYNC_PERIOD),
                 Err(error) => {
                     board.shared.metrics.reconcile_errors.get_or_create(&label).inc();
-                    tracing::warn!(%error, "the decision could not be carried out");
-                    RETRY
+                    tracing::warn!(%error, "demand decision not applied");
+                    DECISION_RETRY
                 }
             };
-            board.curious.notify_one();
-            // What comes in meanwhile is one more decision, not many.
-            tokio::time::sleep(start.elapsed().min(RETRY)).await;
+            board.poll_requested.notify_one();
+            // Coalesce the changes that arrive meanwhile into one decision.
+            tokio::time::sleep(start.elapsed().min(DECISION_RETRY)).await;
         }
     };
     tokio::select! {
@@ -74,15 +74,15 @@ pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
 }
 
 impl BoardContext {
-    /// Decides for every pool, and makes the workers. Says when a decision may change by itself.
+    /// Decides for every pool and creates the workers. Returns when the decision may change without an event.
     async fn decide(&self) -> Result<Option<Timestamp>, Error> {
         let (client, stores) = (&self.shared.client, &self.shared.stores);
-        let making = self.making.lock().await;
+        let creation = self.creation_lock.lock().await;
         self.reservations.settle(client, &stores.workers).await?;
 
         let mut workers = self.all_workers();
         let (pools, mut claims) = (stores.pools.store.state(), stores.claims.store.state());
-        if self.timers.due("board memory", LOOK_AGAIN) {
+        if self.timers.due("board memory", RESYNC_PERIOD) {
             self.memory.tidy(&claims, &workers);
         }
         let jobs = lock(&self.memory.jobs).clone();
@@ -97,38 +97,38 @@ impl BoardContext {
             limits: &limits.unwrap_or_default(),
             not_ready: &not_ready,
             jobs: &jobs,
-            troubles: &self.memory.troubles(),
+            owner_backoffs: &self.memory.owner_backoffs(),
             prefix: &self.prefix,
             now: Timestamp::now(),
         });
-        self.tell_workers(&plan, &workers);
+        self.enqueue_workers(&plan, &workers);
 
         let mut waits = BTreeMap::new();
-        let mut made = Vec::new();
+        let mut to_create = Vec::new();
         for decision in plan.decisions {
             match decision {
                 Decision::Wait { claim, wait } => drop(claim.uid().map(|uid| waits.insert(uid, wait))),
-                Decision::Provision { claim, worker } => made.push((claim, *worker)),
+                Decision::Provision { claim, worker } => to_create.push((claim, *worker)),
             }
         }
         let mut outcome = Ok(());
-        let rush = (!made.is_empty()).then(|| self.rush.enter());
-        let mut made = stream::iter(made)
-            .map(|(claim, worker)| async move { (claim.uid(), self.make(&claim, worker).await) })
-            .buffer_unordered(AT_ONCE);
-        while let Some((uid, made)) = made.next().await {
-            match made {
+        let rush = (!to_create.is_empty()).then(|| self.rush.enter());
+        let mut created = stream::iter(to_create)
+            .map(|(claim, worker)| async move { (claim.uid(), self.create_worker(&claim, worker).await) })
+            .buffer_unordered(CONCURRENT_CREATES);
+        while let Some((uid, result)) = created.next().await {
+            match result {
                 Ok(wait) => drop(uid.zip(wait).map(|(uid, wait)| waits.insert(uid, wait))),
                 Err(error) => {
                     outcome = Err(error);
-                    // What the API server does not answer now it would not answer for the next one either.
+                    // The API server does not answer: the next worker would fail too.
                     break;
                 }
             }
         }
-        drop((made, making, rush));
+        drop((created, creation, rush));
         let retry_at = waits.values().filter_map(|wait: &Wait| wait.retry_at).min();
-        self.tell_claims(waits, &claims);
+        self.enqueue_claims(waits, &claims);
         outcome.map(|()| retry_at)
     }
 
@@ -138,14 +138,14 @@ impl BoardContext {
         Capacity::count(boards, &stores.nodes.store.state(), &stores.pods.store.state(), workers)
     }
 
-    /// Pools that cannot make workers, and why.
+    /// Pools that cannot create workers, and why.
     fn not_ready(&self, pools: &[Arc<RunnerPool>], no_limits: Option<&anyhow::Error>) -> BTreeMap<PoolKey, String> {
         let obstacles = lock(&self.memory.obstacles);
         let boards = pools.iter().filter(|pool| pool.spec.board.is_some());
         let why = boards.filter_map(|pool| {
             let why = match obstacles.get(&PoolKey::of(pool)) {
                 Some(Some(why)) => why.clone(),
-                // Only a pool that cannot vanish may have workers: they need its credentials to the end.
+                // Only a pool with a finalizer may have workers: they need its credentials until they end.
                 Some(None) if objects::has_finalizer(&**pool) => format!("{:#}", no_limits?),
                 Some(None) | None => "it is being prepared".into(),
             };
@@ -154,19 +154,19 @@ impl BoardContext {
         why.collect()
     }
 
-    /// Makes a worker, or says why it never will.
-    async fn make(&self, claim: &RunnerClaim, worker: Worker) -> Result<Option<Wait>, Error> {
+    /// Creates a worker, or returns why the API server refuses it.
+    async fn create_worker(&self, claim: &RunnerClaim, worker: Worker) -> Result<Option<Wait>, Error> {
         let name = worker.name_any();
-        // Both are said before: its first look may come before the answer, and the answer may be lost.
+        // Both before the call: the worker may be reconciled before the response, and the response may be lost.
         lock(&self.memory.fresh).insert(name.clone());
         self.reservations.insert(worker.clone());
         match objects::api(&self.shared.client, &worker).create(&PostParams::default(), &worker).await {
-            Ok(made) => {
-                tracing::info!(worker = name, claim = claim.name_any(), "a worker was made");
-                self.reservations.insert(made);
+            Ok(created) => {
+                tracing::info!(worker = name, claim = claim.name_any(), "worker created");
+                self.reservations.insert(created);
                 Ok(None)
             }
-            // Made before, by us with the answer lost or by the leader before us; the cache will show it.
+            // Created earlier, by us with a lost response or by the previous leader; the cache will show it.
             Err(kube::Error::Api(status)) if status.is_already_exists() => {
                 lock(&self.memory.fresh).remove(&name);
                 Ok(None)
@@ -180,9 +180,8 @@ impl BoardContext {
         }
     }
 
-    /// Tells the workers for which something changed, a job that their runner has or that nobody needs them, and with
-    /// them their claims.
-    fn tell_workers(&self, plan: &Plan, workers: &[Arc<Worker>]) {
+    /// Enqueues the workers whose job binding or surplus flag changed, and their claims.
+    fn enqueue_workers(&self, plan: &Plan, workers: &[Arc<Worker>]) {
         let bindings = std::mem::replace(&mut *lock(&self.memory.bindings), plan.bindings.clone());
         let surplus = std::mem::replace(&mut *lock(&self.memory.surplus), plan.surplus.clone());
         if bindings == plan.bindings && surplus == plan.surplus {
@@ -194,7 +193,7 @@ impl BoardContext {
                 && surplus.contains(&name) == plan.surplus.contains(&name);
             if !same {
                 let namespace = worker.namespace().unwrap_or_default();
-                // Nobody listens while the controllers stop.
+                // There is no receiver while the controllers stop.
                 let _ = self.workers.send(reference(&namespace, &name));
                 if let Some(board) = &worker.spec.board {
                     let _ = self.claims.send(reference(&namespace, &board.claim));
@@ -203,8 +202,8 @@ impl BoardContext {
         }
     }
 
-    /// Tells the claims whose wait has changed.
-    fn tell_claims(&self, waits: BTreeMap<String, Wait>, claims: &[Arc<RunnerClaim>]) {
+    /// Enqueues the claims whose wait has changed.
+    fn enqueue_claims(&self, waits: BTreeMap<String, Wait>, claims: &[Arc<RunnerClaim>]) {
         let before = std::mem::replace(&mut *lock(&self.memory.waits), waits.clone());
         for claim in claims {
             let uid = claim.metadata.uid.as_deref().unwrap_or_default();

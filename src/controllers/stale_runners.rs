@@ -1,6 +1,6 @@
 //! Removes runners at GitHub that have no machine or worker any more, and finds machines whose agent is silent.
 //!
-//! Machines are checked one by one, by name. Runners of boards come from the lists that `boards::github_poll` reads anyway.
+//! Machines are checked one by one, by name. Board runners come from the lists that `boards::github_poll` reads anyway.
 
 use std::{
     collections::HashSet,
@@ -27,31 +27,32 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Error, Shared, boards::BoardContext, ec2::Ec2Context, every, reference};
 
-/// How often machines are checked; GitHub takes about as long to see that a runner is gone.
-const PERIOD: Duration = Duration::from_secs(30);
-/// Machines checked in one pass, so that a fleet that ends at once does not spend GitHub's rate limit.
-const PER_PASS: usize = 10;
-/// Runners of one list removed at a time: a wrong view must not cost every runner.
-const PER_LIST: usize = 20;
+/// How often machines are checked; GitHub takes about as long to mark a runner as offline.
+const CHECK_PERIOD: Duration = Duration::from_secs(30);
+/// Machines checked in one pass, so that the end of a whole fleet does not exhaust GitHub's rate limit.
+const MAX_CHECKS_PER_PASS: usize = 10;
+/// Runners removed per list, so that a wrong list cannot remove every runner.
+const MAX_REMOVALS_PER_LIST: usize = 20;
 
 pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
-    // The last machine of the pass before: those that stay doubtful must not keep others from being checked.
+    // The last machine of the previous pass: machines that stay doubtful must not starve the others.
     let last = Mutex::new(String::new());
-    every("stale-runners", PERIOD, context.shared.metrics.clone(), stop, || check_doubtful(&context, &last)).await;
+    every("stale-runners", CHECK_PERIOD, context.shared.metrics.clone(), stop, || check_doubtful(&context, &last))
+        .await;
 }
 
 async fn check_doubtful(context: &Ec2Context, last: &Mutex<String>) -> Result<(), Error> {
-    let doubtful = |(pool, tracked): &(Arc<RunnerPool>, Machine)| {
-        pool.spec.ec2.as_ref().is_some_and(|ec2| is_doubtful(tracked, &ec2.timeouts))
+    let doubtful = |(pool, machine): &(Arc<RunnerPool>, Machine)| {
+        pool.spec.ec2.as_ref().is_some_and(|ec2| is_doubtful(machine, &ec2.timeouts))
     };
     let all = context.ledger.all().into_iter();
-    let with_pool = all.filter_map(|tracked| Some((pool_of(context, &tracked.record)?, tracked)));
+    let with_pool = all.filter_map(|machine| Some((pool_of(context, &machine.record)?, machine)));
     let mut machines: Vec<_> = with_pool.filter(doubtful).collect();
     let after = lock(last).clone();
-    machines.sort_by_key(|(_, tracked)| (tracked.record.instance_id <= after, tracked.record.instance_id.clone()));
-    for (pool, tracked) in machines.into_iter().take(PER_PASS) {
-        let id = tracked.record.instance_id.clone();
-        if let Err(error) = check(context, &pool, &tracked).await {
+    machines.sort_by_key(|(_, machine)| (machine.record.instance_id <= after, machine.record.instance_id.clone()));
+    for (pool, machine) in machines.into_iter().take(MAX_CHECKS_PER_PASS) {
+        let id = machine.record.instance_id.clone();
+        if let Err(error) = check(context, &pool, &machine).await {
             tracing::warn!(instance = id, %error, "runner not checked at GitHub");
         }
         *lock(last) = id;
@@ -64,25 +65,25 @@ fn pool_of(context: &Ec2Context, record: &Instance) -> Option<Arc<RunnerPool>> {
     context.shared.stores.pools.store.get(&reference(&key.namespace, &key.name))
 }
 
-async fn check(context: &Ec2Context, pool: &RunnerPool, tracked: &Machine) -> Result<(), Error> {
+async fn check(context: &Ec2Context, pool: &RunnerPool, machine: &Machine) -> Result<(), Error> {
     let Some(ec2) = &pool.spec.ec2 else { return Ok(()) };
-    let (record, scope) = (&tracked.record, scope(ec2));
+    let (record, scope) = (&machine.record, scope(ec2));
     let namespace = pool.namespace().unwrap_or_default();
     let credentials = context.shared.credentials.get_or_last(&namespace, &ec2.github.credentials_ref.name).await?;
     let runner = context.shared.github.runner_by_name(&credentials, &scope, &record.instance_id).await?;
-    match verdict(tracked, runner.as_ref().map(listed)) {
+    match verdict(machine, runner.as_ref().map(listed)) {
         Verdict::Leave => {}
         Verdict::Delete(id) => {
             remove(&context.shared, &credentials, &scope, &record.instance_id, Some(id)).await?;
         }
-        Verdict::Settled => context.settled(record).await?,
+        Verdict::Settled => context.note_runner_gone(record).await?,
         Verdict::End(reason, why) => context.end_instance(&record.instance_id, reason, &why).await?,
     }
     Ok(())
 }
 
-/// Removes the runner that an ended machine of a deleted pool may have left, as nobody looks for it later. It is tried
-/// once: credentials may have gone with the namespace, and the pool has to go too.
+/// Removes the runner that an ended machine of a deleted pool may have left: no later pass would find it. One attempt
+/// only, because the credentials may be deleted already and must not block the pool's deletion.
 pub async fn remove_last(context: &Ec2Context, pool: &Ec2Pool, record: &Instance) {
     if record.run_id.is_empty() && record.leaving.is_empty() {
         return;
@@ -109,11 +110,11 @@ async fn remove(
         Some(id) => shared.github.delete_runner(credentials, scope, id).await?,
         None => shared.github.remove_runner(credentials, scope, name).await?,
     };
-    tracing::info!(runner = name, %scope, ?removal, "removed a runner without machine or worker");
+    tracing::info!(runner = name, %scope, ?removal, "stale runner removed");
     Ok(())
 }
 
-/// Removes runners of ours that no worker stands for.
+/// Removes our runners that have no worker.
 pub async fn remove_without_worker(
     board: &BoardContext,
     credentials: &Credentials,
@@ -125,8 +126,8 @@ pub async fn remove_without_worker(
     let live: HashSet<_> = live.collect();
     let listed = runners.iter().map(|runner| (runner.name.as_str(), listed(runner)));
     let stale = without_worker(listed, &board.prefix, |name| live.contains(name));
-    for (name, id) in stale.into_iter().take(PER_LIST) {
-        // The cache may be behind; the API server is not.
+    for (name, id) in stale.into_iter().take(MAX_REMOVALS_PER_LIST) {
+        // The cache may be stale, so ask the API server.
         let has_worker = worker_exists(&board.shared, &name).await;
         if !has_worker.map_err(KubeError::new("cannot list Workers"))? {
             remove(&board.shared, credentials, scope, &name, Some(id)).await?;
@@ -154,8 +155,8 @@ fn listed(runner: &KnownRunner) -> Listed {
 }
 
 impl Ec2Context {
-    /// Notes that nothing of an ended machine is left at GitHub.
-    async fn settled(&self, record: &Instance) -> Result<(), Error> {
+    /// Records that an ended machine has no runner at GitHub any more.
+    async fn note_runner_gone(&self, record: &Instance) -> Result<(), Error> {
         self.ledger.apply(transition::runner_gone(record).into_iter().collect()).await?;
         Ok(())
     }

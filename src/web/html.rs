@@ -1,4 +1,4 @@
-//! The dashboards as pages: one look, no script, no outside file.
+//! The dashboards as HTML pages, without scripts or external files.
 
 use maud::{DOCTYPE, Markup, html};
 

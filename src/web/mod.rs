@@ -45,7 +45,7 @@ pub fn router(stores: Stores, metrics: Metrics, hooks: Hooks) -> Router {
         .merge(Router::new().route("/webhook", post(receiver::receive)).with_state(Arc::new(hooks)))
 }
 
-/// Ready once every cache has been filled: then pages tell the truth and a lease may be taken.
+/// Ready once every cache is filled: before that, pages would be incomplete and no lease may be taken.
 async fn ready(State(pages): State<Pages>) -> impl IntoResponse {
     match pages.stores.is_ready() {
         true => (StatusCode::OK, "ready"),
@@ -81,22 +81,22 @@ impl Pages {
     }
 }
 
-type Asked = (State<Pages>, OriginalUri, Params<Query>);
+type PageRequest = (State<Pages>, OriginalUri, Params<Query>);
 
-async fn history((State(pages), uri, Params(query)): Asked) -> Response {
-    cut(&uri, &query, |window| pages.history(window), |rows| html::history(&rows).into_response())
+async fn history((State(pages), uri, Params(query)): PageRequest) -> Response {
+    paginate(&uri, &query, |window| pages.history(window), |rows| html::history(&rows).into_response())
 }
 
-async fn history_json((State(pages), uri, Params(query)): Asked) -> Response {
-    cut(&uri, &query, |window| pages.history(window), |rows| json(&rows))
+async fn history_json((State(pages), uri, Params(query)): PageRequest) -> Response {
+    paginate(&uri, &query, |window| pages.history(window), |rows| json(&rows))
 }
 
-async fn workers((State(pages), uri, Params(query)): Asked) -> Response {
-    cut(&uri, &query, |window| pages.workers(window), |rows| html::workers(&rows).into_response())
+async fn workers((State(pages), uri, Params(query)): PageRequest) -> Response {
+    paginate(&uri, &query, |window| pages.workers(window), |rows| html::workers(&rows).into_response())
 }
 
-async fn workers_json((State(pages), uri, Params(query)): Asked) -> Response {
-    cut(&uri, &query, |window| pages.workers(window), |rows| json(&rows))
+async fn workers_json((State(pages), uri, Params(query)): PageRequest) -> Response {
+    paginate(&uri, &query, |window| pages.workers(window), |rows| json(&rows))
 }
 
 fn json<T: Serialize>(rows: &Vec<T>) -> Response {
@@ -104,7 +104,7 @@ fn json<T: Serialize>(rows: &Vec<T>) -> Response {
 }
 
 /// One page of rows, with links to the others.
-fn cut<T>(
+fn paginate<T>(
     uri: &OriginalUri,
     query: &Query,
     rows: impl Fn(&Window) -> Vec<T>,
@@ -113,7 +113,7 @@ fn cut<T>(
     match query.window(Timestamp::now()) {
         Err(error) => (StatusCode::BAD_REQUEST, format!("{error}\n")).into_response(),
         Ok(window) => {
-            let (rows, link) = window.cut(rows(&window), uri.path(), query);
+            let (rows, link) = window.paginate(rows(&window), uri.path(), query);
             let mut response = show(rows);
             if let Some(link) = link.and_then(|link| link.parse().ok()) {
                 response.headers_mut().insert(header::LINK, link);

@@ -1,4 +1,4 @@
-//! Pages and date filters of the `.json` variants, as GitHub's API has them.
+//! Pagination and date filters of the `.json` variants, as in GitHub's API.
 
 use jiff::{Span, Timestamp, civil::Date, tz::TimeZone};
 use serde::Deserialize;
@@ -6,7 +6,7 @@ use serde::Deserialize;
 const PER_PAGE: usize = 100;
 const PER_PAGE_MAX: usize = 1000;
 
-/// The query string as it came.
+/// The raw query string.
 #[derive(Debug, Clone, Default, Deserialize)]
 pub struct Query {
     page: Option<String>,
@@ -15,7 +15,7 @@ pub struct Query {
     end: Option<String>,
 }
 
-/// The query, understood.
+/// The parsed query.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Window {
     page: usize,
@@ -43,7 +43,7 @@ impl Query {
             page: number(&self.page, "page", 1)?,
             per_page: per_page.min(PER_PAGE_MAX),
             start: self.start.as_deref().map(|text| day(text, now, 0).ok_or(QueryError::Day("start"))).transpose()?,
-            // A day as the end means its last moment.
+            // An end date includes the whole day.
             end: self.end.as_deref().map(|text| day(text, now, 1).ok_or(QueryError::Day("end"))).transpose()?,
         })
     }
@@ -67,7 +67,7 @@ impl Window {
     }
 
     /// The rows of this page, and the `Link` header to the others.
-    pub fn cut<T>(&self, rows: Vec<T>, path: &str, query: &Query) -> (Vec<T>, Option<String>) {
+    pub fn paginate<T>(&self, rows: Vec<T>, path: &str, query: &Query) -> (Vec<T>, Option<String>) {
         let last = rows.len().div_ceil(self.per_page).max(1);
         let link = |page: usize, rel: &str| {
             let mut parts = vec![format!("page={page}"), format!("per_page={}", self.per_page)];
@@ -107,7 +107,7 @@ mod tests {
     #[test]
     fn pages_are_cut_and_linked_like_githubs() {
         let second = query("2", "", "");
-        let (rows, link) = second.window(now()).unwrap().cut(vec![1, 2, 3, 4, 5], "/jobs.json", &second);
+        let (rows, link) = second.window(now()).unwrap().paginate(vec![1, 2, 3, 4, 5], "/jobs.json", &second);
         assert_eq!(rows, [3, 4]);
         assert_eq!(
             link.unwrap(),
@@ -115,9 +115,9 @@ mod tests {
              </jobs.json?page=3&per_page=2>; rel=\"next\", </jobs.json?page=3&per_page=2>; rel=\"last\""
         );
         let beyond = query("9", "", "");
-        assert_eq!(beyond.window(now()).unwrap().cut(vec![1], "/x", &beyond).0, Vec::<i32>::new());
+        assert_eq!(beyond.window(now()).unwrap().paginate(vec![1], "/x", &beyond).0, Vec::<i32>::new());
         let only = query("1", "", "");
-        assert_eq!(only.window(now()).unwrap().cut(vec![1], "/x", &only), (vec![1], None));
+        assert_eq!(only.window(now()).unwrap().paginate(vec![1], "/x", &only), (vec![1], None));
     }
 
     #[test]

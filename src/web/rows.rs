@@ -49,7 +49,7 @@ pub struct PoolRow {
     pub slots: Option<String>,
 }
 
-/// Claims that wait or run, by whom they are for and what they ask.
+/// Pending and running claims, grouped by owner and labels.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct UsageRow {
     pub entity: String,
@@ -120,13 +120,13 @@ pub fn pool(pool: &RunnerPool) -> PoolRow {
         namespace: pool.namespace().unwrap_or_default(),
         name: pool.name_any(),
         ready: condition.is_some_and(|condition| condition.status == "True"),
-        message: condition.map_or("not looked at yet".into(), |condition| condition.message.clone()),
+        message: condition.map_or("not reconciled yet".into(), |condition| condition.message.clone()),
         workers: status.workers,
         slots: status.slots.map(|slots| slots.summary),
     }
 }
 
-/// What goes on now. A worker belongs to the group of its claim.
+/// Current usage. A worker belongs to the group of its claim.
 pub fn usage(pools: &[&RunnerPool], claims: &[&RunnerClaim], workers: &[&Worker]) -> Usage {
     let mut groups: BTreeMap<(String, Vec<String>), UsageRow> = BTreeMap::new();
     let mut group_of = BTreeMap::new();
@@ -159,7 +159,7 @@ fn row(groups: &mut BTreeMap<(String, Vec<String>), UsageRow>, key: (String, Vec
     })
 }
 
-/// Whom a claim is for, in a person's words, and the labels it asks for; a claim on an EC2 pool asks for its run.
+/// The display name of a claim's owner, and the labels it requests; a claim on an EC2 pool has its run ID instead.
 fn group(claim: &RunnerClaim) -> (String, Vec<String>) {
     let spec = &claim.spec;
     let owner = spec.owner.as_ref().map(|owner| owner.login.clone());

@@ -1,8 +1,7 @@
-//! Webhooks are taken in, whoever brings them: GitHub itself, or the log of what it could not deliver.
+//! Processes webhook events, whether GitHub delivered them or `redelivery` read them from its log.
 //!
-//! Any replica does it, so nothing here is fenced. Two replicas that hear of the same job make the same claim, and the
-//! API server lets one through; what is written to a claim names the version it was decided on, and is decided anew
-//! when that has changed.
+//! Every replica does this, so writes are not fenced. Two replicas that receive the same job create the same claim, and
+//! the API server accepts one. Updates carry the resource version they were decided on; a conflict is decided again.
 
 use std::{
     collections::BTreeSet,
@@ -29,43 +28,43 @@ use serde_json::json;
 
 use crate::controllers::{reference, rush::Rush};
 
-/// How often a claim may change under one's hands. Each time somebody else got further.
-const RACES: usize = 8;
-/// How long to wait before each further try when the API server is away: a restart of it need not be seen at GitHub, which
-/// waits for 10 s.
-const PAUSES_MS: [u64; 5] = [100, 200, 400, 800, 1600];
+/// Conflicts before a write is given up. Each conflict means that another writer made progress.
+const MAX_CONFLICTS: usize = 8;
+/// Delays between attempts while the API server is unavailable. They bridge a restart of it within the 10 s that GitHub
+/// waits.
+const RETRY_DELAYS_MS: [u64; 5] = [100, 200, 400, 800, 1600];
 
 #[derive(Clone)]
 pub struct Intake {
     client: Client,
     stores: Stores,
-    /// Where claims of jobs have been seen: a pool may be gone before its last job has ended.
-    places: Arc<RwLock<BTreeSet<String>>>,
+    /// Namespaces where claims of jobs were observed: a pool may be deleted before its last job has ended.
+    claim_namespaces: Arc<RwLock<BTreeSet<String>>>,
     pub rush: Arc<Rush>,
 }
 
 impl Intake {
     pub fn start(client: Client, stores: Stores) -> Self {
-        let places: Arc<RwLock<BTreeSet<String>>> = Arc::default();
-        let (known, claims) = (places.clone(), stores.claims.stream());
+        let claim_namespaces: Arc<RwLock<BTreeSet<String>>> = Arc::default();
+        let (observed, claims) = (claim_namespaces.clone(), stores.claims.stream());
         tokio::spawn(claims.for_each(move |claim| {
             if let (Some(_), Some(namespace)) = (&claim.spec.job, &claim.metadata.namespace)
-                && !known.read().unwrap_or_else(PoisonError::into_inner).contains(namespace)
+                && !observed.read().unwrap_or_else(PoisonError::into_inner).contains(namespace)
             {
-                known.write().unwrap_or_else(PoisonError::into_inner).insert(namespace.clone());
+                observed.write().unwrap_or_else(PoisonError::into_inner).insert(namespace.clone());
             }
             std::future::ready(())
         }));
-        Self { client, stores, places, rush: Arc::default() }
+        Self { client, stores, claim_namespaces, rush: Arc::default() }
     }
 
-    /// Whether it is known what there is; before that, nothing can be said of any event.
+    /// Whether the caches are filled. No event can be decided before that.
     pub fn is_ready(&self) -> bool {
         self.stores.is_ready()
     }
 
-    /// Takes an event in. What is not [`WebhookOutcome::Unavailable`] is safe in the API server when this returns.
-    pub async fn take(&self, event: &str, body: &[u8]) -> WebhookOutcome {
+    /// Processes an event. It is stored in the API server on return, unless [`WebhookOutcome::Unavailable`].
+    pub async fn process(&self, event: &str, body: &[u8]) -> WebhookOutcome {
         match event::read(event, body) {
             Ok(Event::Job(event)) => self.job(&event).await,
             Ok(Event::Run(event)) => self.run(&event).await,
@@ -75,20 +74,20 @@ impl Intake {
 
     async fn job(&self, event: &JobEvent) -> WebhookOutcome {
         let pools = self.stores.pools.store.state();
-        let known = self.known(event.job.id, &pools);
-        self.settle(known, |claim| claim_change::decide(event, claim, &pools)).await
+        let claim = self.cached_claim(event.job.id, &pools);
+        self.write_claim(claim, |claim| claim_change::decide(event, claim, &pools)).await
     }
 
-    /// Marks the claims of a run that is over, one by one: what fails is tried again with the whole event.
+    /// Marks the claims of a completed run, one by one. After a failure the whole event is retried.
     async fn run(&self, event: &RunEvent) -> WebhookOutcome {
         let (pools, claims) = (self.stores.pools.store.state(), self.stores.claims.store.state());
-        let concerned = claim_change::ended_by(event, &claims, &pools);
-        if concerned.is_empty() {
+        let claims_of_run = claim_change::ended_by(event, &claims, &pools);
+        if claims_of_run.is_empty() {
             return WebhookOutcome::Ignored(Ignored::NoClaim);
         }
         let mut noted = 0;
-        for claim in concerned {
-            match self.settle(Some(claim.clone()), claim_change::mark_over).await {
+        for claim in claims_of_run {
+            match self.write_claim(Some(claim.clone()), claim_change::mark_over).await {
                 WebhookOutcome::Noted(count) => noted += count,
                 WebhookOutcome::Known => {}
                 failed => return failed,
@@ -97,77 +96,81 @@ impl Intake {
         if noted == 0 { WebhookOutcome::Known } else { WebhookOutcome::Noted(noted) }
     }
 
-    /// Decides and writes, anew when somebody else was faster, and for a while also when the API server is away.
-    async fn settle(
+    /// Decides and writes. Retries after a conflict, and for a while when the API server is unavailable.
+    async fn write_claim(
         &self,
-        mut known: Option<Arc<RunnerClaim>>,
+        mut current: Option<Arc<RunnerClaim>>,
         decide: impl Fn(Option<&RunnerClaim>) -> ClaimChange,
     ) -> WebhookOutcome {
-        let (mut races, mut pauses) = (0, PAUSES_MS.into_iter());
-        while races < RACES {
-            let written = match (decide(known.as_deref()), &known) {
+        let (mut conflicts, mut delays) = (0, RETRY_DELAYS_MS.into_iter());
+        while conflicts < MAX_CONFLICTS {
+            let written = match (decide(current.as_deref()), &current) {
                 (ClaimChange::Leave(outcome), _) => return outcome,
-                (ClaimChange::Make(claim), _) => self.make(&claim).await,
-                (ClaimChange::Note(heard), Some(claim)) => self.note(claim, &heard).await,
-                (ClaimChange::Note(_), None) => return WebhookOutcome::Known,
+                (ClaimChange::Create(claim), _) => self.create(&claim).await,
+                (ClaimChange::Annotate(facts), Some(claim)) => self.annotate(claim, &facts).await,
+                (ClaimChange::Annotate(_), None) => return WebhookOutcome::Known,
             };
             match written {
                 Ok(outcome) => return outcome,
-                Err(Failed::Raced(claim)) => (known, races) = (claim, races + 1),
-                Err(Failed::Refused(outcome)) => return outcome,
-                Err(Failed::Away(why)) => match pauses.next() {
-                    Some(pause) => tokio::time::sleep(Duration::from_millis(pause)).await,
+                Err(WriteError::Conflict(claim)) => (current, conflicts) = (claim, conflicts + 1),
+                Err(WriteError::Refused(outcome)) => return outcome,
+                Err(WriteError::Unavailable(why)) => match delays.next() {
+                    Some(delay) => tokio::time::sleep(Duration::from_millis(delay)).await,
                     None => return WebhookOutcome::Unavailable(why),
                 },
             }
         }
-        WebhookOutcome::Unavailable("the claim changes all the time".into())
+        WebhookOutcome::Unavailable("too many conflicts while writing the claim".into())
     }
 
-    /// The job's claim, if a cache has it.
-    fn known(&self, job: i64, pools: &[Arc<RunnerPool>]) -> Option<Arc<RunnerClaim>> {
+    /// The job's claim, if it is cached.
+    fn cached_claim(&self, job: i64, pools: &[Arc<RunnerPool>]) -> Option<Arc<RunnerClaim>> {
         let name = claim_change::claim_name(job);
         let get = |namespace: &str| self.stores.claims.store.get(&reference(namespace, &name));
-        let mut homes: Vec<&str> = pools.iter().filter_map(|pool| pool.metadata.namespace.as_deref()).collect();
-        homes.sort_unstable();
-        homes.dedup();
-        let places = self.places.read().unwrap_or_else(PoisonError::into_inner);
-        let elsewhere = places.iter().map(String::as_str).filter(|place| homes.binary_search(place).is_err());
-        homes.iter().copied().chain(elsewhere).find_map(get)
+        let mut pool_namespaces: Vec<&str> =
+            pools.iter().filter_map(|pool| pool.metadata.namespace.as_deref()).collect();
+        pool_namespaces.sort_unstable();
+        pool_namespaces.dedup();
+        let claim_namespaces = self.claim_namespaces.read().unwrap_or_else(PoisonError::into_inner);
+        let others = claim_namespaces
+            .iter()
+            .map(String::as_str)
+            .filter(|namespace| pool_namespaces.binary_search(namespace).is_err());
+        pool_namespaces.iter().copied().chain(others).find_map(get)
     }
 
-    async fn make(&self, claim: &RunnerClaim) -> Result<WebhookOutcome, Failed> {
+    async fn create(&self, claim: &RunnerClaim) -> Result<WebhookOutcome, WriteError> {
         let parameters = PostParams { field_manager: Some(FIELD_MANAGER.into()), ..PostParams::default() };
         let _rush = self.rush.enter();
         match self.api(claim).create(&parameters, claim).await {
             Ok(_) => {
                 let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
-                tracing::info!(namespace, claim = name, "a job became a claim");
+                tracing::info!(namespace, claim = name, "claim created");
                 Ok(WebhookOutcome::Made(name))
             }
-            Err(error) => Err(self.failed(claim, error).await),
+            Err(error) => Err(self.write_error(claim, error).await),
         }
     }
 
-    async fn note(&self, claim: &RunnerClaim, heard: &JobFacts) -> Result<WebhookOutcome, Failed> {
+    async fn annotate(&self, claim: &RunnerClaim, facts: &JobFacts) -> Result<WebhookOutcome, WriteError> {
         let patch = json!({ "metadata": {
             "resourceVersion": claim.metadata.resource_version,
-            "annotations": heard.annotations(),
+            "annotations": facts.annotations(),
         } });
         let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
         match self.api(claim).patch(&claim.name_any(), &parameters, &Patch::Merge(patch)).await {
             Ok(_) => Ok(WebhookOutcome::Noted(1)),
-            // Changed, or deleted, since it was looked at.
-            Err(kube::Error::Api(status)) if status.code == 404 => Err(Failed::Raced(None)),
-            Err(error) => Err(self.failed(claim, error).await),
+            // Deleted since it was read.
+            Err(kube::Error::Api(status)) if status.code == 404 => Err(WriteError::Conflict(None)),
+            Err(error) => Err(self.write_error(claim, error).await),
         }
     }
 
-    /// Why a write did not happen: a fresh look at the claim settles a race.
-    async fn failed(&self, claim: &RunnerClaim, error: kube::Error) -> Failed {
+    /// Classifies a failed write. After a conflict the claim is read again.
+    async fn write_error(&self, claim: &RunnerClaim, error: kube::Error) -> WriteError {
         let error = match error {
             kube::Error::Api(status) if status.code == 409 => match self.api(claim).get_opt(&claim.name_any()).await {
-                Ok(fresh) => return Failed::Raced(fresh.map(Arc::new)),
+                Ok(fresh) => return WriteError::Conflict(fresh.map(Arc::new)),
                 Err(error) => error,
             },
             error => error,
@@ -176,13 +179,13 @@ impl Intake {
             kube::Error::Api(status) => {
                 let why = format!("the API server answers {}: {}", status.code, status.message);
                 match status.code {
-                    400 | 422 => Failed::Refused(WebhookOutcome::Malformed(why)),
-                    429 | 500.. => Failed::Away(why),
-                    // A right that is missing, a namespace that goes: not for this moment alone.
-                    _ => Failed::Refused(WebhookOutcome::Unavailable(why)),
+                    400 | 422 => WriteError::Refused(WebhookOutcome::Malformed(why)),
+                    429 | 500.. => WriteError::Unavailable(why),
+                    // A missing permission or a terminating namespace does not go away with a retry.
+                    _ => WriteError::Refused(WebhookOutcome::Unavailable(why)),
                 }
             }
-            error => Failed::Away(format!("the API server cannot be reached: {error}")),
+            error => WriteError::Unavailable(format!("the API server cannot be reached: {error}")),
         }
     }
 
@@ -191,12 +194,12 @@ impl Intake {
     }
 }
 
-/// Why a write did not happen.
-enum Failed {
-    /// Somebody else was faster: the claim as it is now.
-    Raced(Option<Arc<RunnerClaim>>),
-    /// It will not happen now.
+/// Why a write failed.
+enum WriteError {
+    /// Another writer was first: the claim as it is now.
+    Conflict(Option<Arc<RunnerClaim>>),
+    /// A retry would not help.
     Refused(WebhookOutcome),
-    /// The API server is away, or has too much to do.
-    Away(String),
+    /// The API server is unavailable or overloaded.
+    Unavailable(String),
 }

@@ -1,7 +1,7 @@
-//! `POST /webhook`: what GitHub tells. Every replica listens.
+//! `POST /webhook`: deliveries from GitHub. Every replica serves it.
 //!
-//! Nothing of a body is looked at before its signature fits, and a delivery is answered with success only when what it
-//! tells is safe in the API server. Everything else counts as failed at GitHub, whose log is read again later.
+//! A body is not parsed before its signature is verified. A delivery is answered with success only when its event is
+//! stored in the API server. GitHub logs any other answer as failed, and `redelivery` reads that log.
 
 use std::{
     collections::HashMap,
@@ -32,41 +32,41 @@ use super::{
     secrets::{NoSecrets, Secrets},
 };
 
-/// The longest body that is read. The events that matter have some 30 KB; GitHub itself sends up to 25 MB of others.
-const LONGEST: usize = 4 << 20;
-const GITHUBS_LONGEST: usize = 25 << 20;
-/// How much memory all bodies that are being read may take together.
-const ROOM: usize = 32 << 20;
-/// Deliveries at a time beyond which each takes its connection along: GitHub makes one for each, and one that idles takes
-/// memory.
-const CROWD: usize = 64;
-/// How long one delivery may take; GitHub waits for 10 s.
-const DEADLINE: Duration = Duration::from_secs(8);
-/// How often the same complaint is logged; metrics count them all.
-const COMPLAIN: Duration = Duration::from_secs(60);
+/// The longest body that is accepted. Relevant events have about 30 KB; GitHub sends other events of up to 25 MB.
+const MAX_BODY_BYTES: usize = 4 << 20;
+const GITHUB_MAX_BODY_BYTES: usize = 25 << 20;
+/// Memory limit for all bodies that are being read.
+const BODY_MEMORY_BYTES: usize = 32 << 20;
+/// Concurrent deliveries above which connections are closed after the answer: GitHub opens one per delivery, and idle
+/// ones take memory.
+const MAX_KEEP_ALIVE: usize = 64;
+/// Time limit for one delivery; GitHub waits for 10 s.
+const DELIVERY_TIMEOUT: Duration = Duration::from_secs(8);
+/// How often refusals with the same reason are logged; metrics count all of them.
+const REFUSAL_LOG_PERIOD: Duration = Duration::from_secs(60);
 
 pub struct Hooks {
     secrets: Secrets,
     intake: Intake,
     metrics: Metrics,
     /// In KiB.
-    room: Semaphore,
-    complaints: Mutex<HashMap<&'static str, Instant>>,
-    /// Held by each delivery that is under way.
+    body_memory: Semaphore,
+    last_logged: Mutex<HashMap<&'static str, Instant>>,
+    /// Cloned by each delivery in progress; the reference count is their number.
     under_way: Arc<()>,
 }
 
-/// Why a delivery was not even read.
+/// Why a delivery was refused.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 enum Refusal {
     #[error(transparent)]
     Secrets(#[from] NoSecrets),
     #[error(transparent)]
     Signature(#[from] BadSignature),
-    #[error("the body is longer than {LONGEST} bytes")]
+    #[error("the body is longer than {MAX_BODY_BYTES} bytes")]
     TooLarge,
     #[error("the body did not arrive whole")]
-    Torn,
+    Incomplete,
     #[error("the content type is not application/json; choose it in the webhook's settings")]
     ContentType,
     #[error("X-GitHub-Event is missing")]
@@ -74,22 +74,22 @@ enum Refusal {
     #[error("this replica has just started and does not know the pools yet")]
     NotReady,
     #[error("this took too long")]
-    Slow,
+    Timeout,
 }
 
 impl Refusal {
     const fn status(&self) -> StatusCode {
         match self {
             Self::Secrets(NoSecrets::NotConfigured) => StatusCode::NOT_FOUND,
-            Self::Secrets(NoSecrets::NoneYet) | Self::NotReady | Self::Slow => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Secrets(NoSecrets::NoneYet) | Self::NotReady | Self::Timeout => StatusCode::SERVICE_UNAVAILABLE,
             Self::Signature(_) => StatusCode::UNAUTHORIZED,
             Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
             Self::ContentType => StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            Self::Torn | Self::NoEvent => StatusCode::BAD_REQUEST,
+            Self::Incomplete | Self::NoEvent => StatusCode::BAD_REQUEST,
         }
     }
 
-    /// A word for metrics.
+    /// The metric label.
     const fn reason(&self) -> &'static str {
         match self {
             Self::Secrets(NoSecrets::NotConfigured) => "not_configured",
@@ -99,11 +99,11 @@ impl Refusal {
             Self::Signature(BadSignature::Malformed) => "malformed_signature",
             Self::Signature(BadSignature::Wrong) => "wrong_signature",
             Self::TooLarge => "too_large",
-            Self::Torn => "torn",
+            Self::Incomplete => "torn",
             Self::ContentType => "content_type",
             Self::NoEvent => "no_event",
             Self::NotReady => "not_ready",
-            Self::Slow => "slow",
+            Self::Timeout => "slow",
         }
     }
 }
@@ -111,36 +111,36 @@ impl Refusal {
 impl Hooks {
     pub fn new(secret_file: Option<PathBuf>, intake: Intake, metrics: Metrics) -> Self {
         let secrets = Secrets::new(secret_file);
-        let room = Semaphore::new(ROOM >> 10);
-        Self { secrets, intake, metrics, room, complaints: Mutex::default(), under_way: Arc::default() }
+        let body_memory = Semaphore::new(BODY_MEMORY_BYTES >> 10);
+        Self { secrets, intake, metrics, body_memory, last_logged: Mutex::default(), under_way: Arc::default() }
     }
 
-    /// The body, once it is known to be signed, and the room it takes.
-    async fn trusted(&self, headers: &HeaderMap, body: Body) -> Result<(Vec<u8>, SemaphorePermit<'_>), Refusal> {
+    /// The body with a verified signature, and the permit for its memory.
+    async fn verified_body(&self, headers: &HeaderMap, body: Body) -> Result<(Vec<u8>, SemaphorePermit<'_>), Refusal> {
         let keys = self.secrets.keys()?;
         let header = |name: &str| headers.get(name).map(|value| value.as_bytes());
         let signature = claimed(header("x-hub-signature-256"), header("x-hub-signature"))?;
-        let told = headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
-        let length: usize = told.unwrap_or(LONGEST);
-        if length > LONGEST {
-            return Err(sent(length, body).await);
+        let content_length = headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
+        let length: usize = content_length.unwrap_or(MAX_BODY_BYTES);
+        if length > MAX_BODY_BYTES {
+            return Err(drain(length, body).await);
         }
         let kib = u32::try_from(length.div_ceil(1024)).unwrap_or(u32::MAX);
-        let room = self.room.acquire_many(kib).await.map_err(|_| Refusal::Slow)?;
-        let (mut whole, mut chunks) = (Vec::with_capacity(told.unwrap_or(0)), body.into_data_stream());
+        let body_memory = self.body_memory.acquire_many(kib).await.map_err(|_| Refusal::Timeout)?;
+        let (mut whole, mut chunks) = (Vec::with_capacity(content_length.unwrap_or(0)), body.into_data_stream());
         while let Some(chunk) = chunks.next().await {
-            let chunk = chunk.map_err(|_| Refusal::Torn)?;
+            let chunk = chunk.map_err(|_| Refusal::Incomplete)?;
             if whole.len() + chunk.len() > length {
                 return Err(Refusal::TooLarge);
             }
             whole.extend_from_slice(&chunk);
         }
         keys.check(&signature, &whole)?;
-        Ok((whole, room))
+        Ok((whole, body_memory))
     }
 
-    async fn take(&self, headers: &HeaderMap, body: Body) -> Result<WebhookOutcome, Refusal> {
-        let (body, _room) = self.trusted(headers, body).await?;
+    async fn handle(&self, headers: &HeaderMap, body: Body) -> Result<WebhookOutcome, Refusal> {
+        let (body, _body_memory) = self.verified_body(headers, body).await?;
         let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
         let event = header("x-github-event").ok_or(Refusal::NoEvent)?;
         let media_type = header(CONTENT_TYPE.as_str()).and_then(|value| value.split(';').next());
@@ -150,52 +150,53 @@ impl Hooks {
         if !self.intake.is_ready() {
             return Err(Refusal::NotReady);
         }
-        Ok(self.intake.take(event, &body).await)
+        Ok(self.intake.process(event, &body).await)
     }
 
-    /// Says it once in a while: anybody can send what is refused, and a log must not be theirs to fill.
-    fn complain(&self, reason: &'static str, why: &str) {
-        let mut complaints = self.complaints.lock().unwrap_or_else(PoisonError::into_inner);
-        if complaints.get(reason).is_none_or(|last| last.elapsed() >= COMPLAIN) {
-            complaints.insert(reason, Instant::now());
+    /// Logs a refusal, rate-limited: anyone can send refused requests and must not be able to flood the log.
+    fn log_refusal(&self, reason: &'static str, why: &str) {
+        let mut last_logged = self.last_logged.lock().unwrap_or_else(PoisonError::into_inner);
+        if last_logged.get(reason).is_none_or(|last| last.elapsed() >= REFUSAL_LOG_PERIOD) {
+            last_logged.insert(reason, Instant::now());
             tracing::warn!(reason, "webhook refused: {why}");
         }
     }
 }
 
-/// Lets a body that is too long pass by, as long as it is one that GitHub sends: many read the answer only when they have
-/// sent it all.
-async fn sent(length: usize, body: Body) -> Refusal {
+/// Drains a body that is too long, up to GitHub's own limit: many clients read the answer only after sending the whole
+/// body.
+async fn drain(length: usize, body: Body) -> Refusal {
     let mut chunks = body.into_data_stream();
-    while length <= GITHUBS_LONGEST && matches!(chunks.next().await, Some(Ok(_))) {}
+    while length <= GITHUB_MAX_BODY_BYTES && matches!(chunks.next().await, Some(Ok(_))) {}
     Refusal::TooLarge
 }
 
 pub async fn receive(State(hooks): State<Arc<Hooks>>, headers: HeaderMap, body: Body) -> Response {
     let (start, under_way) = (Instant::now(), hooks.under_way.clone());
-    let taken = tokio::time::timeout(DEADLINE, hooks.take(&headers, body)).await.unwrap_or(Err(Refusal::Slow));
-    let (status, (outcome, reason), answer) = match taken {
+    let handled =
+        tokio::time::timeout(DELIVERY_TIMEOUT, hooks.handle(&headers, body)).await.unwrap_or(Err(Refusal::Timeout));
+    let (status, (outcome, reason), answer) = match handled {
         Ok(outcome) => {
-            let (status, answer) = show(&outcome);
+            let (status, answer) = describe(&outcome);
             if let WebhookOutcome::Unavailable(why) | WebhookOutcome::Malformed(why) = &outcome {
-                hooks.complain(outcome.words().1, why);
+                hooks.log_refusal(outcome.words().1, why);
             }
             (status, outcome.words(), answer)
         }
         Err(refusal) => {
             let (reason, answer) = (refusal.reason(), refusal.to_string());
-            hooks.complain(reason, &answer);
+            hooks.log_refusal(reason, &answer);
             (refusal.status(), ("refused", reason), answer)
         }
     };
     hooks.metrics.webhooks.get_or_create(&WebhookLabel { source: "http", outcome, reason }).inc();
     hooks.metrics.webhook_seconds.observe(start.elapsed().as_secs_f64());
-    let crowded = Arc::strong_count(&under_way) > CROWD + 1;
+    let crowded = Arc::strong_count(&under_way) > MAX_KEEP_ALIVE + 1;
     (status, crowded.then_some([(CONNECTION, "close")]), answer + "\n").into_response()
 }
 
-/// The answer, which a person may read in GitHub's log of deliveries.
-fn show(outcome: &WebhookOutcome) -> (StatusCode, String) {
+/// The answer, which GitHub shows in its log of deliveries.
+fn describe(outcome: &WebhookOutcome) -> (StatusCode, String) {
     match outcome {
         WebhookOutcome::Made(claim) => (StatusCode::OK, format!("claim {claim} was made")),
         WebhookOutcome::Noted(1) => (StatusCode::OK, "the claim was told".into()),

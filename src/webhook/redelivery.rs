@@ -1,5 +1,5 @@
-//! Recovers lost webhooks. GitHub never repeats a delivery by itself, but an App can read the log of its own deliveries:
-//! those that failed are taken in as if they had arrived. Only the leader reads the log.
+//! Recovers lost webhooks. GitHub never retries a delivery by itself, but an App can read the log of its deliveries:
+//! failed ones are processed as if they had arrived. Only the leader reads the log.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -28,46 +28,46 @@ use super::intake::Intake;
 use crate::controllers::{Error, Shared, every};
 
 /// How often a log is read: mostly one call of the 5,000 an hour that an App has.
-const PERIOD: Duration = Duration::from_secs(60);
-/// The most pages of 100 that one reading asks for: of all deliveries, which show also what arrived on another attempt, and
-/// where that is not enough, of those alone that GitHub calls failures.
-const PAGES: [(bool, usize); 2] = [(false, 3), (true, 10)];
-/// Deliveries that are fetched at a time; GitHub allows 100 calls at once.
-const AT_ONCE: usize = 8;
-/// How long the API server may take for one of them.
-const PATIENCE: Duration = Duration::from_secs(30);
+const LOG_READ_PERIOD: Duration = Duration::from_secs(60);
+/// Maximum pages of 100 in one reading: first of all deliveries, which show what arrived on another attempt, then of
+/// failed ones only.
+const MAX_PAGES: [(bool, usize); 2] = [(false, 3), (true, 10)];
+/// Deliveries fetched concurrently; GitHub allows 100 concurrent calls.
+const CONCURRENT_FETCHES: usize = 8;
+/// Time limit for processing one delivery, in case the API server is slow.
+const PROCESS_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub async fn run(shared: Arc<Shared>, intake: Intake, stop: CancellationToken) {
     if shared.settings.webhook_secret_file.is_none() {
-        // Whoever wants no webhooks wants none from a log either.
+        // Webhooks are disabled.
         return;
     }
     let metrics = shared.metrics.clone();
-    let logs = Logs { shared, intake, readings: HashMap::new(), said: BTreeMap::new() };
-    // One pass at a time, so the lock is always free.
+    let logs = Logs { shared, intake, readings: HashMap::new(), reported: BTreeMap::new() };
+    // Passes do not overlap, so the lock is never contended.
     let logs = tokio::sync::Mutex::new(logs);
-    every("redelivery", PERIOD, metrics, stop, || async { logs.lock().await.read().await }).await;
+    every("redelivery", LOG_READ_PERIOD, metrics, stop, || async { logs.lock().await.read().await }).await;
 }
 
 struct Logs {
     shared: Arc<Shared>,
     intake: Intake,
-    /// By App. Lost with the leader: the next one goes back as far as it makes sense.
+    /// By App. Not persisted: a new leader reads the log back to the retention time.
     readings: HashMap<u64, Reading>,
-    /// What was last said of each Secret and App, so that it is said once.
-    said: BTreeMap<String, String>,
+    /// The last problem logged for each Secret and App, so that it is logged once.
+    reported: BTreeMap<String, String>,
 }
 
-/// How a reading went.
-struct Read {
+/// The outcome of one reading.
+struct ReadOutcome {
     reading: Reading,
-    /// Lost deliveries that could not be taken in yet.
+    /// Lost deliveries that could not be processed yet.
     left: usize,
     problem: Option<String>,
 }
 
 impl Logs {
-    /// Reads the log of every App once, each for itself: one that answers slowly delays no other for long.
+    /// Reads the log of every App once, concurrently, so that a slow one does not delay the others.
     async fn read(&mut self) -> Result<(), Error> {
         let began = Timestamp::now();
         let retention = SignedDuration::try_from(self.shared.settings.retention).unwrap_or(SignedDuration::MAX);
@@ -82,16 +82,16 @@ impl Logs {
         let mut left = 0;
         for (app, read) in apps.keys().zip(readings) {
             left += read.left;
-            self.say(format!("App {app}"), read.problem);
+            self.report(format!("App {app}"), read.problem);
             self.readings.insert(*app, read.reading);
         }
         match left {
             0 => Ok(()),
-            left => Err(Error::Incomplete(format!("{left} lost webhooks are not taken in yet"))),
+            left => Err(Error::Incomplete(format!("{left} lost webhooks are not processed yet"))),
         }
     }
 
-    /// Every App that a pool uses, by its number.
+    /// Every App that a pool uses, by its ID.
     async fn apps(&mut self) -> BTreeMap<u64, Credentials> {
         let pools = self.shared.stores.pools.store.state();
         let secrets: BTreeSet<_> = pools.iter().flat_map(|pool| secrets(pool)).collect();
@@ -107,28 +107,28 @@ impl Logs {
                 },
                 Err(error) => Some(error.to_string()),
             };
-            self.say(format!("Secret {namespace}/{name}"), problem);
+            self.report(format!("Secret {namespace}/{name}"), problem);
         }
         apps
     }
 
     /// Logs a problem with the webhooks of a Secret or an App, once.
-    fn say(&mut self, whose: String, problem: Option<String>) {
+    fn report(&mut self, subject: String, problem: Option<String>) {
         match problem {
             None => {
-                self.said.remove(&whose);
+                self.reported.remove(&subject);
             }
             Some(problem) => {
-                if self.said.get(&whose) != Some(&problem) {
-                    tracing::warn!(whose, problem, "lost webhooks cannot be recovered");
-                    self.said.insert(whose, problem);
+                if self.reported.get(&subject) != Some(&problem) {
+                    tracing::warn!(subject, problem, "lost webhooks cannot be recovered");
+                    self.reported.insert(subject, problem);
                 }
             }
         }
     }
 }
 
-/// The Secrets that a pool's credentials are in.
+/// The Secrets with a pool's credentials.
 fn secrets(pool: &RunnerPool) -> Vec<(String, String)> {
     let names = match pool.spec.hardware() {
         Some(Hardware::Ec2(ec2)) => vec![&ec2.github.credentials_ref],
@@ -141,43 +141,48 @@ fn secrets(pool: &RunnerPool) -> Vec<(String, String)> {
     names.into_iter().map(|secret| (pool.namespace().unwrap_or_default(), secret.name.clone())).collect()
 }
 
-async fn read(shared: &Shared, intake: &Intake, app: &Credentials, mut reading: Reading, began: Timestamp) -> Read {
+async fn read(
+    shared: &Shared,
+    intake: &Intake,
+    app: &Credentials,
+    mut reading: Reading,
+    began: Timestamp,
+) -> ReadOutcome {
     let log = match log(shared, app, &reading).await {
         Ok(log) => log,
         Err(error) => {
             let problem = Some(format!("the log of deliveries cannot be read: {error}"));
-            return Read { reading, left: 0, problem };
+            return ReadOutcome { reading, left: 0, problem };
         }
     };
     let lost: Vec<Delivery> = reading.lost(&log).into_iter().cloned().collect();
     let recoveries: Vec<_> = lost.iter().map(|delivery| recover(shared, intake, app, delivery)).collect();
-    let outcomes: Vec<_> = stream::iter(recoveries).buffered(AT_ONCE).collect().await;
-    let (mut left, mut taken) = (Vec::new(), 0);
+    let outcomes: Vec<_> = stream::iter(recoveries).buffered(CONCURRENT_FETCHES).collect().await;
+    let (mut left, mut recovered) = (Vec::new(), 0);
     for (delivery, outcome) in lost.iter().zip(outcomes) {
         match outcome {
             Ok(outcome) if outcome.is_final() => {
-                taken += 1;
+                recovered += 1;
                 reading.took(delivery);
             }
             Ok(_) | Err(_) => left.push(delivery),
         }
     }
-    if taken > 0 || !left.is_empty() {
-        tracing::info!(app = ?app, taken, left = left.len(), "recovered lost webhooks");
+    if recovered > 0 || !left.is_empty() {
+        tracing::info!(app = ?app, recovered, left = left.len(), "recovered lost webhooks");
     }
     let problem = is_not_trusted(&log).then(|| {
-        "they are signed with a secret that the webhook secret file does not have; they are taken in late".to_owned()
+        "they are signed with a secret that the webhook secret file does not have; they are processed late".to_owned()
     });
     let count = left.len();
     reading.ended(began, left);
-    Read { reading, left: count, problem }
+    ReadOutcome { reading, left: count, problem }
 }
 
-/// The log as far back as it was not read before: all of it, and where that is more than can be asked for, the rest of
-/// what failed.
+/// The log since the last reading: all deliveries, and beyond the page limit failed ones only.
 async fn log(shared: &Shared, app: &Credentials, reading: &Reading) -> Result<Vec<Delivery>, GitHubError> {
     let mut log = Vec::new();
-    for (failures, pages) in PAGES {
+    for (failures, pages) in MAX_PAGES {
         let mut cursor = None;
         for _ in 0..pages {
             let page = shared.github.deliveries(app, failures, cursor.as_deref()).await?;
@@ -200,13 +205,13 @@ async fn recover(
 ) -> Result<WebhookOutcome, GitHubError> {
     let payload = match shared.github.delivered(app, delivery.id).await {
         Ok(payload) => payload,
-        // The log forgets after some days.
+        // GitHub deletes deliveries after some days.
         Err(GitHubError::NotFound(_)) => Value::Null,
         Err(error) => return Err(error),
     };
     let body = payload.to_string();
-    let taken = tokio::time::timeout(PATIENCE, intake.take(&delivery.event, body.as_bytes())).await;
-    let outcome = taken.unwrap_or_else(|_| WebhookOutcome::Unavailable("the API server does not answer".into()));
+    let processed = tokio::time::timeout(PROCESS_TIMEOUT, intake.process(&delivery.event, body.as_bytes())).await;
+    let outcome = processed.unwrap_or_else(|_| WebhookOutcome::Unavailable("the API server does not answer".into()));
     let (word, reason) = outcome.words();
     shared.metrics.webhooks.get_or_create(&WebhookLabel { source: "log", outcome: word, reason }).inc();
     Ok(outcome)

@@ -22,7 +22,7 @@ impl Secrets {
         Self(file.map(|file| WatchedFile::new(file, |text| Keys::parse(text).context("it has no secret in it"))))
     }
 
-    /// The secrets as the file has them now, or the last good ones.
+    /// The secrets in the file now, or the last valid ones.
     pub fn keys(&self) -> Result<Keys, NoSecrets> {
         self.0.as_ref().ok_or(NoSecrets::NotConfigured)?.read().map_err(|_| NoSecrets::NoneYet)
     }
@@ -46,7 +46,7 @@ mod tests {
         Ok(secrets.keys()?.check(&signature, b"body").is_ok())
     }
 
-    /// Writes the file as if that long ago.
+    /// Writes the file with a modification time `seconds_ago`.
     fn write(path: &Path, text: &str, seconds_ago: u64) {
         fs::write(path, text).unwrap();
         let written = SystemTime::now() - Duration::from_secs(seconds_ago);

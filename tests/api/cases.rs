@@ -54,7 +54,7 @@ pub fn tests(shared: &Arc<Shared>) -> Result<Vec<Trial>> {
     Ok(tests)
 }
 
-/// Each CEL rule has a message, and each message is what some entry of `refused.yaml` gets to read.
+/// Each CEL rule has a message, and each message is expected by an entry of `refused.yaml`.
 fn every_rule_is_shown(refused: &[Case]) -> Trial {
     let shown: Vec<_> = refused.iter().map(|case| case.says.clone()).collect();
     Trial::test("refused::every_rule_is_shown", move || {

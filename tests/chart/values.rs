@@ -1,4 +1,4 @@
-//! The chart's values: what the schema refuses and with which words, and that the README tells all of them.
+//! The chart's values: what the schema refuses and with which message, and that the README documents all of them.
 
 use std::collections::BTreeMap;
 

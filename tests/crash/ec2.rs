@@ -156,7 +156,7 @@ impl<'a> Scene<'a> {
                 let leaving = records.iter().find(|record| !record.leaving.is_empty());
                 ensure!(leaving.is_none(), "one has not deregistered yet: {leaving:?}");
                 let queue = self.pool_status().await?.queues.first().context("a pool has a queue")?.url.clone();
-                let offered = self.cloud.offers(&queue).await?;
+                let offered = self.cloud.queued_ids(&queue).await?;
                 ensure!(offered.is_superset(&idle), "I3: {idle:?} are idle, {offered:?} have a message");
 
                 let workers = self.life.api::<Worker>().list(&ListParams::default()).await?.items;

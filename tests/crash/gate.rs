@@ -1,5 +1,5 @@
-//! Stands between the operator and Kubernetes, GitHub and AWS, counts its writes, and kills it right after one of them:
-//! the write was carried out, and the operator never learns.
+//! A proxy between the operator and Kubernetes, GitHub and AWS. It counts writes and kills the operator right after one
+//! of them: the write was executed, but the operator never gets the response.
 
 use std::{
     collections::BTreeSet,
@@ -61,7 +61,7 @@ impl Gate {
 
     /// Every write so far, in order.
     pub fn writes(&self) -> Vec<Write> {
-        self.written.lock().expect("nobody panics with it").writes.clone()
+        self.written.lock().expect("no panic while held").writes.clone()
     }
 
     /// How many writes the stage with most of them has.
@@ -73,15 +73,15 @@ impl Gate {
 
     /// The writes that were an operator's last, in order.
     pub fn last_writes(&self) -> Vec<Write> {
-        self.written.lock().expect("nobody panics with it").last.clone()
+        self.written.lock().expect("no panic while held").last.clone()
     }
 
     /// Writes from now on belong to this stage.
     pub fn begin(&self, stage: &'static str) {
-        self.written.lock().expect("nobody panics with it").stage = stage;
+        self.written.lock().expect("no panic while held").stage = stage;
     }
 
-    /// Serves `upstream` at an address that it gives.
+    /// Serves `upstream`; returns the address.
     pub async fn serve(self: &Arc<Self>, upstream: Upstream) -> Result<String> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let url = format!("http://{}", listener.local_addr()?);
@@ -90,9 +90,9 @@ impl Gate {
         Ok(url)
     }
 
-    /// Notes a write; says whether it is the last.
-    fn note(&self, what: String) -> bool {
-        let mut written = self.written.lock().expect("nobody panics with it");
+    /// Records a write; returns whether it is the last.
+    fn record(&self, what: String) -> bool {
+        let mut written = self.written.lock().expect("no panic while held");
         let write = Write { stage: written.stage, what };
         let of_stage = written.writes.iter().filter(|other| other.stage == write.stage).count();
         let fatal = match &self.fatal {
@@ -121,9 +121,9 @@ pub enum Upstream {
 async fn pass(State((gate, upstream)): State<(Arc<Gate>, Upstream)>, request: Request) -> Response {
     match upstream.send(request).await {
         Ok((answer, Some(what))) if answer.status().is_success() => {
-            if gate.note(what) {
+            if gate.record(what) {
                 gate.killed.notify_one();
-                // Nobody is there to hear the answer.
+                // The operator is dead; there is no one to answer.
                 std::future::pending::<()>().await;
             }
             answer
@@ -150,7 +150,7 @@ impl Upstream {
                 Ok((answer.map(Body::new), what))
             }
             Self::GitHub(client, base) => {
-                // Runners come by, too: the operator tells them where GitHub is.
+                // Runners use this address too: the operator passes it to them.
                 let what = parts.uri.path().strip_prefix(API).and_then(|path| object_written(&parts.method, path));
                 let path = parts.uri.path_and_query().map_or("/", |path| path.as_str());
                 let request = client.request(parts.method, format!("{base}{path}")).headers(parts.headers).body(body);

@@ -29,14 +29,14 @@ use serde_json::{Value, json};
 
 use crate::gate::{API, Fatal, Gate, Upstream, Write};
 
-/// Longer than anything takes on a busy machine: an orphan is swept after a minute, with as long for the sweep to come.
+/// Far longer than any step takes, even on a busy machine: an orphan is swept after one to two minutes.
 const WAIT: Wait = Wait::at_most(Duration::from_secs(600)).every(Duration::from_millis(200));
 
 /// The chart's own: many operators on two cores lose a shorter lease again and again.
 const LEASE: &str = "15s";
-/// After this time no request of a killed operator is still on its way. Then its lease is deleted, so that the next one
-/// need not wait for its expiry.
-const AFTERMATH: Duration = Duration::from_secs(1);
+/// After this time no request of a killed operator is in flight. Then its lease is deleted, so that the next one need
+/// not wait for its expiry.
+const IN_FLIGHT_GRACE: Duration = Duration::from_secs(1);
 
 /// What is repeated. It has stages, each of which ends when everything has settled, so that a crash in one does not
 /// affect the next.
@@ -172,7 +172,7 @@ impl<'a> Life<'a> {
                 tokio::select! {
                     () = self.gate.killed.notified() => {
                         operator.kill()?;
-                        tokio::time::sleep(AFTERMATH).await;
+                        tokio::time::sleep(IN_FLIGHT_GRACE).await;
                         self.until("the lease is deleted", async || delete(&self.api::<Lease>(), LEASE_NAME).await).await?;
                         break;
                     }
@@ -219,7 +219,7 @@ impl<'a> Life<'a> {
         self.until(&format!("{name} is deleted"), async || delete(&self.api::<K>(), name).await).await
     }
 
-    /// Waits until a look succeeds; each of its errors says what is still missing.
+    /// Waits until a check succeeds; its errors say what is still missing.
     pub async fn until<T>(&self, what: &str, look: impl AsyncFnMut() -> Result<T>) -> Result<T> {
         WAIT.until_ok(what, look).await
     }

@@ -24,12 +24,12 @@ use release::{Bed, CHART, PREVIOUS_CHART, TEAM, file_of, pod_of, process_of, wor
 use serde_json::json;
 use tokio::runtime::Runtime;
 
-/// How a claim waits for a board that no node carries.
+/// The message of a claim for a board that no node has.
 const NO_SLOT: &str = "no free slot on board test-board (0 of 0)";
 
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
-    // There is one release; its tests take turns.
+    // All tests share one release, so they run one at a time.
     arguments.test_threads = Some(1);
     if arguments.list {
         return libtest_mimic::run(&arguments, trials(None, false)).exit_code();
@@ -68,7 +68,7 @@ fn trials(bed: Option<(Arc<Bed>, Arc<Runtime>)>, ignored: bool) -> Vec<Trial> {
 
 async fn both_replicas_become_ready_without_aws_and_one_leads(bed: &Bed) -> Result<()> {
     let unrestricted = ["run", "any", "--image=any", "--dry-run=server", "--namespace", RELEASE_NAMESPACE];
-    // As long as the new namespace has no service account for the pod, that is why it is refused.
+    // Until the new namespace has a service account, pods are refused for that reason.
     bed.until("the level is enforced", async || {
         let refusal = bed.kubectl(&unrestricted).await.err().map(|error| error.to_string()).unwrap_or_default();
         ensure!(refusal.contains("violates PodSecurity \"restricted"), "it is not refused for its level: {refusal}");
@@ -80,7 +80,7 @@ async fn both_replicas_become_ready_without_aws_and_one_leads(bed: &Bed) -> Resu
         let environment = words(&process_of(pod)?.join("environ"))?;
         ensure!(!environment.iter().any(|variable| variable.starts_with("AWS_")), "{environment:?}");
     }
-    // Should the lease change hands meanwhile, the other one says it.
+    // If the lease changes hands meanwhile, the other pod logs it.
     bed.until("the leader says that it leads, and the follower that it does not", async || {
         let [leader, follower] = &bed.replicas().await?;
         Ok((says(leader, "paddock_leading 1.0").await? && says(follower, "paddock_leading 0.0").await?).then_some(()))
@@ -103,7 +103,7 @@ async fn webhook_secrets_and_entity_limits_reach_the_operator_as_files(bed: &Bed
 }
 
 async fn a_deleted_leader_hands_over_at_once(bed: &Bed) -> Result<()> {
-    // Too long to wait for the expiry of the lease.
+    // Longer than the test can wait for the lease to expire.
     let [leader, _] = bed.install(CHART, &["extraArgs={--lease-duration=1h}"]).await?;
     bed.api::<Pod>(RELEASE_NAMESPACE).delete(&leader.name_any(), &DeleteParams::default()).await?;
     until_another_leads(bed, &leader.name_any()).await
@@ -124,8 +124,8 @@ async fn a_killed_leader_is_replaced_when_its_lease_runs_out(bed: &Bed) -> Resul
     let name = leader.name_any();
     bed.until(&format!("another pod than {name} has the lease"), async || {
         let identity = bed.identity().await?;
-        // The kubelet starts its container again, which on a busy machine may have the lease before the other pod: then
-        // that one is killed, too, and started later.
+        // On a busy machine the restarted container may get the lease before the other pod: then the other one is
+        // killed too and started later.
         if pod_of(&identity) == name && identity != killed {
             kill_operator(&leader)?;
             killed = identity;
@@ -145,7 +145,7 @@ fn kill_operator(pod: &Pod) -> Result<()> {
 }
 
 async fn the_device_plugin_advertises_the_board_and_labels_its_node(bed: &Bed) -> Result<()> {
-    // There is no board here whose device tree could be asked.
+    // There is no board with a device tree here.
     let board = ["devicePlugin.enabled=true", "devicePlugin.board=test-board", "devicePlugin.nodeSelector=null"];
     bed.privileged(async || {
         bed.install(CHART, &board).await?;
@@ -187,12 +187,12 @@ async fn an_upgrade_keeps_all_objects_and_so_does_an_uninstall_unless_asked(bed:
     bed.helm(&["uninstall", "--wait", RELEASE]).await?;
     ensure!(uids(bed).await? == objects, "the uninstall replaced objects");
 
-    // A later release takes over what is there.
+    // A later release adopts the existing objects.
     bed.install(CHART, &[]).await?;
     remove_everything(bed).await
 }
 
-/// As the chart's README says it, until no CRD is left. Does nothing where nothing is installed.
+/// Uninstalls as the chart's README describes, until no CRD is left. Does nothing if nothing is installed.
 async fn remove_everything(bed: &Bed) -> Result<()> {
     if bed.helm(&["list", "--short"]).await?.is_empty() {
         return Ok(());
@@ -200,7 +200,7 @@ async fn remove_everything(bed: &Bed) -> Result<()> {
     delete_objects(bed).await?;
     bed.install(CHART, &["crds.keep=false"]).await?;
     bed.helm(&["uninstall", "--wait", RELEASE]).await?;
-    // They go when the API server has removed what was left of their objects.
+    // CRDs are removed after their remaining objects.
     bed.until("no CRD is left", async || {
         Ok(bed.kubectl(&["get", "crds", "--output=name"]).await?.is_empty().then_some(()))
     })
@@ -235,7 +235,7 @@ async fn apply_claim(bed: &Bed, name: &str, owner: u64) -> Result<()> {
     .await
 }
 
-/// What tells the pool and the first claim from others of the same name.
+/// The UIDs of the pool and the first claim, which distinguish them from recreated ones.
 async fn uids(bed: &Bed) -> Result<[Option<String>; 2]> {
     let (pool, claim) =
         (bed.api::<RunnerPool>(TEAM).get("riscv").await?, bed.api::<RunnerClaim>(TEAM).get("first").await?);
@@ -257,7 +257,7 @@ async fn until_another_leads(bed: &Bed, before: &str) -> Result<()> {
 async fn says(pod: &Pod, line: &str) -> Result<bool> {
     let address = pod.status.as_ref().and_then(|status| status.pod_ip.clone()).unwrap_or_default();
     let request = reqwest::Client::new().get(format!("http://{address}:8080/metrics"));
-    // A pod that is gone does not even refuse.
+    // Connections to a deleted pod time out instead of being refused.
     let answer = request.timeout(Duration::from_secs(10)).send().await?;
     Ok(answer.text().await?.lines().any(|said| said == line))
 }

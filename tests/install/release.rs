@@ -1,4 +1,4 @@
-//! A release of the chart on a real node, and what can be seen of it.
+//! A release of the chart on a real node, and checks of its state.
 
 use std::{
     fs,
@@ -31,17 +31,17 @@ pub const PREVIOUS_CHART: &str = concat!(env!("PADDOCK_SOURCE"), "/tests/install
 /// Where pools and claims are.
 pub const TEAM: &str = "team";
 
-/// Longer than anything takes on a busy machine; a test that waits this long has failed.
+/// Far longer than any step takes, even on a busy machine.
 const WAIT: Wait = Wait::at_most(Duration::from_secs(300)).every(Duration::from_millis(100)).retrying(|_| true);
 
-/// What every release needs to know here: no image is pulled, and the previous chart runs this tree's operator, too.
+/// Values of every release: no image is pulled, and the previous chart runs this tree's operator too.
 const SETTINGS: [&str; 3] =
     ["clusterName=bed", "image.pullPolicy=Never", concat!("image.tag=", env!("CARGO_PKG_VERSION"))];
 
-/// What the operator's pods have in common.
+/// The label selector of the operator's pods.
 const SELECTOR: &str = "app.kubernetes.io/name=paddock,app.kubernetes.io/instance=paddock";
 
-/// How much the release's pods may do, unless a test says otherwise.
+/// The default pod security level of the release's namespace.
 const RESTRICTED: &str = "restricted";
 
 pub struct Bed {
@@ -65,14 +65,14 @@ impl Bed {
         Ok(bed)
     }
 
-    /// Lets pods of the release's namespace do what a pod security level allows.
+    /// Sets the pod security level of the release's namespace.
     async fn allow(&self, level: &str) -> Result<()> {
         let labels = json!({ "pod-security.kubernetes.io/enforce": level });
         let metadata = json!({ "name": RELEASE_NAMESPACE, "labels": labels });
         self.apply(json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": metadata })).await
     }
 
-    /// Does something while the namespace allows everything.
+    /// Runs something while the namespace has the privileged level.
     pub async fn privileged(&self, what: impl AsyncFnOnce() -> Result<()>) -> Result<()> {
         self.allow("privileged").await?;
         let outcome = what().await;
@@ -84,7 +84,7 @@ impl Bed {
         Ok(Api::all(self.plane.client()).get(self.node.name()).await?)
     }
 
-    /// Applies it, again if the API server was busy or does not serve its kind yet.
+    /// Applies it, and retries if the API server is busy or does not serve its kind yet.
     pub async fn apply(&self, object: Value) -> Result<()> {
         let what = format!("{} {} is applied", object["kind"], object["metadata"]["name"]);
         self.until(&what, async || self.plane.apply(&object.to_string()).await.map(Some)).await
@@ -111,7 +111,7 @@ impl Bed {
         succeeded(&format!("kubectl {}", arguments.join(" ")), self.plane.kubectl(arguments).await?)
     }
 
-    /// Installs the release, or upgrades it, and gives its [`Self::replicas`]. One that is so already is left alone.
+    /// Installs or upgrades the release and returns its [`Self::replicas`]. An unchanged release is left as it is.
     pub async fn install(&self, chart: &str, settings: &[&str]) -> Result<[Pod; 2]> {
         let mut arguments = vec!["upgrade", "--install", "--reset-values", RELEASE, chart];
         arguments.extend(SETTINGS.iter().chain(settings).flat_map(|setting| ["--set", setting]));
@@ -131,18 +131,18 @@ impl Bed {
         .await
     }
 
-    /// The pod that holds the lease; empty where none does.
+    /// The pod that holds the lease; empty if there is none.
     pub async fn holder(&self) -> Result<String> {
         Ok(pod_of(&self.identity().await?).to_owned())
     }
 
-    /// Who holds the lease: the pod, and which of its operators, one after the other; empty where none does.
+    /// The holder of the lease: the pod, and which of its successive processes; empty if there is none.
     pub async fn identity(&self) -> Result<String> {
         let lease = self.api::<Lease>(RELEASE_NAMESPACE).get_opt(LEASE).await?;
         Ok(lease.and_then(|lease| lease.spec?.holder_identity).unwrap_or_default())
     }
 
-    /// Those that are being deleted among them.
+    /// Includes pods that are being deleted.
     pub async fn pods(&self) -> Result<Vec<Pod>> {
         let ours = ListParams::default().labels(SELECTOR);
         Ok(self.api::<Pod>(RELEASE_NAMESPACE).list(&ours).await?.items)
@@ -159,9 +159,9 @@ impl Bed {
         .await
     }
 
-    /// Waits until `look` finds something, whatever errors come first; the error shows the state of the release.
-    pub async fn until<T>(&self, what: &str, look: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
-        match WAIT.until(what, look).await {
+    /// Waits until the check finds something and retries all errors; the final error shows the state of the release.
+    pub async fn until<T>(&self, what: &str, check: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
+        match WAIT.until(what, check).await {
             Err(error) => bail!("{error:#}\n{}", self.report().await),
             found => found,
         }
@@ -189,12 +189,12 @@ fn is_rolled_out(deployment: &Deployment) -> bool {
         && [status.replicas, status.updated_replicas, status.ready_replicas] == [Some(2); 3]
 }
 
-/// The pod of one who holds the lease.
+/// The pod name of a lease holder.
 pub fn pod_of(identity: &str) -> &str {
     identity.split('_').next().unwrap_or_default()
 }
 
-/// The operator's process in a pod, as the kernel shows it: the image has no shell to look around with.
+/// The operator's process in a pod, from the host's `/proc`: the image has no shell.
 pub fn process_of(pod: &Pod) -> Result<PathBuf> {
     let host = format!("HOSTNAME={}", pod.name_any());
     let is_operator = |process: &PathBuf| {
@@ -205,7 +205,7 @@ pub fn process_of(pod: &Pod) -> Result<PathBuf> {
     processes.find(is_operator).with_context(|| format!("no process of pod {} runs", pod.name_any()))
 }
 
-/// The content of the file that the operator in a pod was told to read by `flag`.
+/// The content of the file that `flag` names for the operator in a pod.
 pub fn file_of(pod: &Pod, flag: &str) -> Result<String> {
     let process = process_of(pod)?;
     let arguments = words(&process.join("cmdline"))?;
@@ -214,7 +214,7 @@ pub fn file_of(pod: &Pod, flag: &str) -> Result<String> {
     fs::read_to_string(process.join("root").join(path)).with_context(|| format!("{path} in the pod"))
 }
 
-/// What the kernel separates by zeros.
+/// Splits NUL-separated text.
 pub fn words(file: &Path) -> Result<Vec<String>> {
     let text = fs::read(file)?;
     Ok(text.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect())

@@ -1,41 +1,41 @@
-//! The protocol of the EC2 pool as a model that a checker takes through everything that can happen: pickup, claim,
-//! fleet, release, end, sweep, and between any two writes the death of the operator, with what SQS, EC2, agents and the
-//! passing of time may do meanwhile.
+//! A model of the EC2 pool's protocol, checked exhaustively: pickup, claim, fleet, release, termination, sweep, and a
+//! crash of the operator between any two writes, combined with what SQS, EC2, agents and time may do meanwhile.
 //!
-//! **Files.** `world.rs`: what there is. `operator.rs`: what the leader does next. `protocol.rs`: every action and what it
-//! does. `transitions.rs`: how a record changes. `properties.rs`: what must hold. Here: the bounds within which everything is tried, and the protocol broken on
-//! purpose, one rule at a time, each with the shortest way into disaster. `cargo test --test model -- --nocapture` shows these.
+//! **Files.** `world.rs`: the state. `operator.rs`: the leader's next write. `protocol.rs`: every action and its
+//! effect. `transitions.rs`: changes of records. `properties.rs`: the invariants. This file: the bounds of the search,
+//! and mutants that each break one rule, with the shortest counterexample. `cargo test --test model -- --nocapture`
+//! shows these.
 //!
-//! **What is the code itself.** `plan::claim::step` (with `standing`) and `surplus`, `plan::instance::upkeep`, `plan::pickup::pick` and
-//! `Exhaustion` decide; the functions of `paddock_record::transition` change records, and `Transition::holds` says whether a
-//! change may be stored; `State::may_become` says which arrows there are. The model spells its records out as the values that
-//! these take. What the controllers do with a decision and the agent are written down a second time, each under the name of
-//! its original: who changes one of those changes it here.
+//! **Real code.** `ec2::claim::decide` and `surplus`, `ec2::upkeep::upkeep`, `ec2::matching::pick` and `Exhaustion`
+//! make the decisions. The functions of `paddock_record::transition` change records, `Transition::holds` checks the
+//! condition of a write, and `State::may_become` defines the allowed transitions. The model converts its records to
+//! their types. The controllers' use of a decision and the agent are modelled by hand, each under the name of the
+//! original: change both together.
 //!
-//! **Two leaders.** Only one replica leads. A former leader is a single write that is still on its way and may arrive at
-//! any later time; the new leader knows what the table said when it took over, or when it last read it. Within a leader,
-//! writes to idle records may arrive after those that were decided later, because claims and the pool both move them.
+//! **Two leaders.** Only one replica leads. A former leader is modelled as a single write in flight that may arrive at
+//! any later time; the new leader knows the table as of its takeover or its last read. Within one leader, writes to
+//! idle records may arrive after later ones, because both claims and the pool change them.
 //!
-//! **Quiet.** What happens by itself sooner or later is progress: a decided write, an agent's next step, a hidden message
-//! that comes back. A world without any is quiet, and what must hold in the end must hold in every quiet world. Faults,
-//! deletions and the passing of time are no progress, but may come at any moment, each as often as the bounds say.
+//! **Quiet.** Progress is what happens eventually by itself: a decided write, an agent's next step, a hidden message
+//! that becomes visible. A world without progress is quiet, and final properties must hold in every quiet world.
+//! Faults, deletions and time are not progress, but may occur at any moment, as often as the bounds allow.
 //!
-//! **Which machine.** A queue that shows nothing is no proof: a claim that finds it empty asks the ledger next, and takes a free
-//! machine without its message. A new one is ordered only when the ledger has none that is free or in another's hand.
+//! **Which machine.** An empty receive proves nothing: a claim that finds the queue empty checks the ledger next, and
+//! takes a free machine without its message. It orders a new one only if no fitting machine is free or being claimed.
 //!
-//! **What is left out.** Time is three ages: fresh, late (past every timeout), expired. A sweep may find an orphan at once,
-//! not after a minute. A fleet is what EC2 has left; errors of AWS are requests that did not arrive. Tokens, heartbeats
-//! that stop, the pool's size, its deletion, and two claims of one run are not here. A message carries no threshold of
-//! its own: one that outlives its time is as good as its record.
+//! **Left out.** Time has three ages: fresh, late (past every timeout), expired. A sweep may find an orphan at once,
+//! not only after a minute. A fleet is limited by EC2's capacity; AWS errors are requests that did not arrive. Tokens,
+//! missing heartbeats, the pool's size and deletion, and two claims of one run are not modelled. A message has no
+//! threshold of its own: an outdated one is as valid as its record.
 //!
-//! **Rules that the checker asked for.** Three ways out of the invariants were found here first. What closes them is in the
-//! code now, and the mutants `ForgetsLeaving`, `KeepsSurplus` and `RestoresByCount` are the code as it was:
-//! - a write also expects the `leaving` that was seen. Else a renewal or a clearing of `leaving` that comes late undoes a
-//!   release that came first, and the machine is offered while it is still registered;
-//! - a claim lets go of what it holds beyond its count. Else one that a former leader's last write served twice waits for
-//!   thresholds, or is Ready with one too many;
-//! - a leader offers idle machines that it has not offered yet. Else a message that nobody needs any more stands in the
-//!   count for one that was never sent.
+//! **Rules found by the checker.** It found three violations of the invariants. The code now prevents them, and the
+//! mutants `ForgetsLeaving`, `KeepsSurplus` and `RestoresByCount` restore the old behaviour:
+//! - a write also checks `leaving`. Otherwise a late renewal, or a late write that clears `leaving`, undoes an earlier
+//!   release, and the machine is claimable while it is still registered;
+//! - a claim releases machines beyond its count. Otherwise a claim that a former leader's last write served twice
+//!   waits for thresholds, or is Ready with one too many;
+//! - a leader sends a message for each idle machine for which it has not sent one yet. Otherwise an obsolete message
+//!   counts in place of one that was never sent.
 
 mod operator;
 mod properties;
@@ -71,7 +71,7 @@ const FLEET: Protocol = Protocol {
     ..REUSE
 };
 
-/// Two machines kept warm, one of them still coming up.
+/// Two machines kept warm, one of them still booting.
 const WARM: Protocol = Protocol {
     machines: [Warming, Pooled],
     counts: [1, 0],
@@ -86,7 +86,7 @@ fn holds(protocol: Protocol) {
     checker.assert_properties();
 }
 
-/// Looks for ever shorter counterexamples: the checker's first one is rarely the shortest.
+/// Searches for ever shorter counterexamples: the checker's first one is rarely the shortest.
 fn breaks(protocol: Protocol, property: &'static str) {
     let mut shortest = None;
     loop {
@@ -120,18 +120,18 @@ fn fleets_are_ordered_once_and_claims_end_whole_or_empty() {
 }
 
 #[test]
-fn warm_machines_reach_the_pool_and_stay_offered() {
+fn warm_machines_reach_the_pool_and_keep_a_message() {
     holds(WARM);
 }
 
 #[test]
-fn thresholds_and_slow_agents_strand_nobody() {
+fn thresholds_and_slow_agents_strand_no_machine() {
     holds(Protocol { keep_warm: true, faults: Faults { ticks: 2, ..NO_FAULTS }, ..REUSE });
     holds(Protocol { keep_warm: true, faults: Faults { crashes: 1, ticks: 3, ..NO_FAULTS }, counts: [1, 0], ..REUSE });
 }
 
 #[test]
-fn a_crash_alone_costs_no_offer_even_if_none_is_restored() {
+fn a_crash_alone_loses_no_message_even_if_none_is_restored() {
     holds(Protocol { mutant: Mutant::NeverRestores, faults: Faults { crashes: 1, ..NO_FAULTS }, ..REUSE });
 }
 
@@ -158,7 +158,7 @@ fn i1_claiming_a_machine_that_has_yet_to_leave_gives_it_two_runs() {
 
 #[test]
 fn i2_an_order_without_a_token_of_its_own_is_launched_twice() {
-    breaks(Protocol { mutant: Mutant::OrdersAnew, machines: [Absent, Absent], counts: [1, 0], ..FLEET }, ONCE);
+    breaks(Protocol { mutant: Mutant::NewTokenPerOrder, machines: [Absent, Absent], counts: [1, 0], ..FLEET }, ONCE);
 }
 
 #[test]

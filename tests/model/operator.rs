@@ -1,5 +1,5 @@
-//! What the leader does next: the operator's own decisions from `paddock_core::ec2`, and around them what `src/controllers`
-//! makes of these, one write at a time.
+//! The leader's next write: the operator's own decisions from `paddock_core::ec2`, and a model of how
+//! `src/controllers` applies them, one write at a time.
 
 use std::{sync::LazyLock, time::Duration};
 
@@ -42,21 +42,21 @@ static ORDER: LazyLock<LaunchOrder> = LazyLock::new(|| {
 });
 static KEY: LazyLock<PublicKey> = LazyLock::new(|| KeyPair::generate().public());
 
-/// A record of the model, spelled out as the operator reads it.
+/// A record of the model as the operator's type.
 fn tracked(id: usize, record: &Record, machine: &Machine) -> Ec2Machine {
     let beat = Heartbeat { instance_id: String::new(), updated_at: NOW, public_key: Some(KEY.clone()) };
-    let spoken = |(signal, run)| WorkerSignal::new("", signal, &run_id(run), NOW);
+    let signal = |(signal, run)| WorkerSignal::new("", signal, &run_id(run), NOW);
     Ec2Machine {
-        report: AgentReport { heartbeat: machine.said.map(|_| beat), signal: machine.said.map(spoken) },
+        report: AgentReport { heartbeat: machine.signal.map(|_| beat), signal: machine.signal.map(signal) },
         read_at: NOW,
         record: instance(id, record, machine.age),
     }
 }
 
-/// What a claim's reconciliation comes to.
+/// The result of a claim's reconciliation.
 pub enum Next {
     Nothing,
-    /// Ask the pool.
+    /// Poll the queue.
     Receive,
     Write(Write),
 }
@@ -65,17 +65,17 @@ pub fn only(id: usize) -> Ids {
     std::array::from_fn(|other| other == id)
 }
 
-/// The write of a change, where its guard holds. A machine whose agent has spoken has a key.
+/// The write of a change, if its guard holds. A machine whose agent has sent a signal has a key.
 fn apply(world: &World, id: usize, seen: Option<Record>, change: Change) -> Option<Write> {
-    change.of(id, seen, world.machines[id].said.is_some()).map(|_| Write::Apply { id, seen, change })
+    change.of(id, seen, world.machines[id].signal.is_some()).map(|_| Write::Apply { id, seen, change })
 }
 
-/// The first phase of an end; the second follows when it is won.
+/// The first phase of a termination; the second follows if the write succeeds.
 fn end(world: &World, id: usize, seen: Record) -> Option<Write> {
     apply(world, id, Some(seen), Change::Terminate)
 }
 
-/// One turn of `Work::return_all`.
+/// One step of `Work::return_all`.
 fn give_back(world: &World, id: usize, seen: Record) -> Option<Write> {
     apply(world, id, Some(seen), Change::Release).or_else(|| end(world, id, seen))
 }
@@ -83,12 +83,12 @@ fn give_back(world: &World, id: usize, seen: Record) -> Option<Write> {
 impl Protocol {
     /// `Work::run`, up to the next write.
     pub fn claim(&self, world: &World, claim: usize) -> Next {
-        let (mind, ledger) = (world.leader.claims[claim], world.leader.ledger);
-        let Some(seen) = world.claims[claim].filter(|_| mind.next.is_none()) else { return Next::Nothing };
-        if let Some(id) = mind.hand {
+        let (memory, ledger) = (world.leader.claims[claim], world.leader.ledger);
+        let Some(seen) = world.claims[claim].filter(|_| memory.next.is_none()) else { return Next::Nothing };
+        if let Some(id) = memory.candidate {
             return Next::Write(self.claim_one(world, claim, id));
         }
-        let launched = (0..MACHINES).filter(|id| mind.fleet.is_some_and(|ids| ids[*id]));
+        let launched = (0..MACHINES).filter(|id| memory.fleet.is_some_and(|ids| ids[*id]));
         let launches = launched.filter_map(|id| apply(world, id, ledger[id], Change::Launch(claim)));
         if let Some(write) = launches.into_iter().next() {
             return Next::Write(write);
@@ -96,8 +96,8 @@ impl Protocol {
         let known = ledger.iter().enumerate().filter_map(|(id, record)| Some((id, (*record)?)));
         let held: Vec<_> = known.filter(|(_, record)| record.is_live() && record.run == Some(claim)).collect();
         let status = |phase, order| Next::Write(Write::Status(claim, phase, order));
-        // The answer to the order is in the leader's memory, and the claim's status follows.
-        let launched = mind.fleet.map(|ids| ids.into_iter().filter(|there| *there).count() as u32);
+        // The answer to the order is in the leader's memory; the claim's status follows.
+        let launched = memory.fleet.map(|ids| ids.into_iter().filter(|there| *there).count() as u32);
         let last = match (seen.order, launched) {
             (Order::Placed(count), Some(launched)) if launched >= count => {
                 if !seen.deleting && seen.phase == Phase::Working {
@@ -133,7 +133,7 @@ impl Protocol {
             ClaimAction::Nothing | ClaimAction::Wait(_) | ClaimAction::AwaitAgents | ClaimAction::Watch => {
                 Next::Nothing
             }
-            // Pools of the model have no fallback, and its deleted claims are written down as such.
+            // The model's pools have no fallback, and its deleted claims are marked as such.
             action @ (ClaimAction::FallBack { .. } | ClaimAction::Release(_)) => unreachable!("{action:?}"),
         }
     }
@@ -160,7 +160,7 @@ impl Protocol {
         decide(&facts, NOW)
     }
 
-    /// A claim of the model, spelled out as the operator reads it.
+    /// A claim of the model as the operator's type.
     fn object(&self, claim: usize, seen: Claim) -> RunnerClaim {
         let mut object = RunnerClaim::new("", SPEC.clone());
         object.spec.count = self.counts[claim];
@@ -182,12 +182,12 @@ impl Protocol {
         object
     }
 
-    /// `upkeep::keep_up`: every write that may come next.
+    /// `upkeep::keep_up`: all possible next writes.
     pub fn pool(&self, world: &World) -> Vec<Write> {
         let leader = &world.leader;
         let mut writes = Vec::new();
         for (id, machine) in world.machines.iter().enumerate().filter(|_| leader.pool.is_none()) {
-            let entering = leader.claims.iter().any(|mind| mind.fleet.is_some_and(|ids| ids[id]));
+            let entering = leader.claims.iter().any(|memory| memory.fleet.is_some_and(|ids| ids[id]));
             let known = leader.ledger[id];
             let kept = known.map(|seen| (seen, upkeep(&tracked(id, &seen, machine), &POOL, self.keep_warm, NOW)));
             writes.extend(kept.and_then(|(seen, upkeep)| match upkeep {
@@ -196,7 +196,7 @@ impl Protocol {
                     let up = apply(world, id, known, Change::WarmUp);
                     up.or_else(|| apply(world, id, known, Change::MakeIdle))
                 }
-                Upkeep::Offer => Some(Write::Offer(only(id), Some(seen))),
+                Upkeep::Pool => Some(Write::SendMessages(only(id), Some(seen))),
                 Upkeep::Renew => apply(world, id, known, Change::Renew),
                 Upkeep::End(..) => end(world, id, seen),
             }));
@@ -204,7 +204,7 @@ impl Protocol {
                 (Ec2::Running, None) if !entering && self.mutant != Mutant::NeverSweeps => Some(Write::Terminate(id)),
                 (Ec2::Running, Some(seen)) if !seen.is_live() => Some(Write::Terminate(id)),
                 (Ec2::Gone, Some(seen)) if seen.is_live() => end(world, id, seen),
-                // `registrations::check`: GitHub has no runner of a machine that is gone.
+                // `registrations::check`: GitHub has no runner of a terminated machine.
                 (Ec2::Gone, Some(_)) => apply(world, id, known, Change::RunnerGone),
                 _ => None,
             });
@@ -213,20 +213,20 @@ impl Protocol {
         writes
     }
 
-    /// `upkeep::restore_offers` and `offer_missing`: all that are idle where messages are missing, and those that this
-    /// leader never offered.
+    /// `upkeep::restore_offers` and `offer_missing`: all idle machines if messages are missing, and those for
+    /// which this leader never sent one.
     fn restore(&self, world: &World) -> Option<Write> {
         let free = world.leader.ledger.map(|record| record.is_some_and(|record| record.is_free()));
-        let holds = |mind: &&Mind| mind.hand.is_some() && mind.message && !self.deletes_first();
-        let in_hand = world.leader.claims.iter().filter(holds).count();
-        let stored = world.shown.iter().chain(&world.hidden).sum::<u8>() as usize + in_hand;
+        let holds = |memory: &&ClaimMemory| memory.candidate.is_some() && memory.message && !self.deletes_first();
+        let received = world.leader.claims.iter().filter(holds).count();
+        let stored = world.shown.iter().chain(&world.hidden).sum::<u8>() as usize + received;
         let missing = stored < free.iter().filter(|free| **free).count();
         let ids = std::array::from_fn(|id| match self.mutant {
             Mutant::NeverRestores | Mutant::DeletesFirst => false,
             Mutant::RestoresByCount => free[id] && missing,
-            _ => free[id] && (missing || !world.leader.offered[id]),
+            _ => free[id] && (missing || !world.leader.announced[id]),
         });
-        ids.contains(&true).then_some(Write::Offer(ids, None))
+        ids.contains(&true).then_some(Write::SendMessages(ids, None))
     }
 
     /// `Work::claim_all`, before its write.
@@ -236,12 +236,12 @@ impl Protocol {
         apply(world, id, seen, Change::Claim(claim)).unwrap_or(Write::PutBack(claim))
     }
 
-    /// What `IgnoresLeaving` takes a record for.
+    /// The record as `IgnoresLeaving` sees it.
     fn without_leaving(&self, seen: Record) -> Record {
         if self.mutant == Mutant::IgnoresLeaving { Record { leaving: None, ..seen } } else { seen }
     }
 
-    /// What the leader's ledger has of a machine.
+    /// A machine in the leader's ledger.
     fn machine(&self, world: &World, id: usize) -> Option<Ec2Machine> {
         let seen = world.leader.ledger[id].map(|seen| self.without_leaving(seen))?;
         Some(tracked(id, &seen, &world.machines[id]))
@@ -251,25 +251,25 @@ impl Protocol {
         self.machine(world, id).is_some_and(|machine| machine.is_claimable(NOW))
     }
 
-    /// `IdleQueue::sort_out`: what becomes of a message that is shown.
+    /// `IdleQueue::sort_out`: the decision about a received message.
     pub fn pickup(&self, world: &World, id: usize) -> Pickup {
         let machine = self.machine(world, id);
         let known = |_: &IdleMessage| match Availability::of(machine.as_ref(), NOW) {
-            Availability::Free if in_hand(world, id) => Availability::Busy,
+            Availability::Free if is_candidate(world, id) => Availability::Busy,
             known => known,
         };
         let body = tracked(id, &Record::new(State::Idle, None), &world.machines[id]).idle_message().write();
         pick(&[body], &mut [(needs(), 1)], known, NOW).swap_remove(0)
     }
 
-    /// `IdleQueue::last_resort`, when the queue has shown nothing often enough: a machine that the ledger knows to be free,
-    /// or none at all; nothing is decided while somebody has one in hand.
+    /// `IdleQueue::last_resort`, after enough empty polls: a machine that is free in the ledger, or none. Undecided
+    /// while another claim is trying to claim a fitting machine.
     pub fn last_resort(&self, world: &World) -> Option<Option<usize>> {
         let mut exhaustion = Exhaustion::default();
         (0..EMPTY_POLLS).for_each(|_| exhaustion.note(0, []));
         assert!(exhaustion.is_exhausted());
         let fitting: Vec<_> = (0..MACHINES).filter(|id| self.is_claimable(world, *id)).collect();
-        match fitting.iter().find(|id| !in_hand(world, **id)) {
+        match fitting.iter().find(|id| !is_candidate(world, **id)) {
             Some(id) => Some(Some(*id)),
             None => fitting.is_empty().then_some(None),
         }
@@ -286,8 +286,8 @@ fn needs() -> Requirements {
     }
 }
 
-fn in_hand(world: &World, id: usize) -> bool {
-    world.leader.claims.iter().any(|mind| mind.hand == Some(id))
+fn is_candidate(world: &World, id: usize) -> bool {
+    world.leader.claims.iter().any(|memory| memory.candidate == Some(id))
 }
 
 fn find(held: &[(usize, Record)], id: &str) -> (usize, Record) {

@@ -1,19 +1,19 @@
-//! What must hold, by the invariants of the project.
+//! The properties to check, by the project's invariants.
 
 use paddock_record::State;
 use stateright::Property;
 
 use crate::{protocol::Protocol, world::*};
 
-pub const OWNER: &str = "I1: a machine is registered for its owner alone, and a free one for nobody";
+pub const OWNER: &str = "I1: a machine is registered for its owner alone, and a free one not at all";
 pub const STOLEN: &str = "I1: an owner is never replaced";
 pub const ONCE: &str = "I2: an order is launched once";
 pub const LEAK: &str = "I2: in quiet, every machine has a live record, and every live record a machine";
-pub const STRAND: &str = "I3: in quiet, every idle machine is offered";
+pub const STRAND: &str = "I3: in quiet, every idle machine has a message";
 pub const ALL_OR_NOTHING: &str =
-    "I4: in quiet, a Ready claim holds its count, in service, and one that is over nothing";
-pub const CONVERGES: &str = "I5: in quiet, no claim is on its way";
-pub const ARROWS: &str = "I6: only the allowed arrows";
+    "I4: in quiet, a Ready claim holds its count of running machines, and a finished one none";
+pub const CONVERGES: &str = "I5: in quiet, no claim is in progress";
+pub const ARROWS: &str = "I6: only allowed transitions";
 
 type Holds = fn(&Protocol, &World) -> bool;
 

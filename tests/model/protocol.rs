@@ -1,4 +1,4 @@
-//! What can happen, and what it does.
+//! The model's actions and their effects.
 
 use paddock_core::ec2::matching::Pickup;
 use paddock_record::{Signal, State};
@@ -11,26 +11,26 @@ use crate::{
     world::*,
 };
 
-/// One way to break the protocol.
+/// A deliberate defect of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mutant {
     None,
-    /// A message is deleted when it is received, as a queue seems to ask for, and no offer is restored.
+    /// A message is deleted when it is received, and no message is restored.
     DeletesFirst,
     NeverRestores,
     /// idle → claimed without a condition.
     ClaimsBlindly,
-    /// idle → claimed whatever `leaving` says.
+    /// idle → claimed even if `leaving` is set.
     IgnoresLeaving,
-    /// Each `CreateFleet` has a token of its own.
-    OrdersAnew,
-    /// Orphans are left alone.
+    /// Each `CreateFleet` has a new client token.
+    NewTokenPerOrder,
+    /// Orphans are not terminated.
     NeverSweeps,
-    /// The condition of a write names the state and the run that were seen, and not `leaving`.
+    /// The condition of a write checks state and run, but not `leaving`.
     ForgetsLeaving,
-    /// What a claim holds beyond its count is left to its threshold.
+    /// Machines beyond a claim's count are kept until their threshold.
     KeepsSurplus,
-    /// Offers are restored by the number of messages alone.
+    /// Messages are restored by their number alone.
     RestoresByCount,
 }
 
@@ -48,16 +48,16 @@ pub enum Start {
 #[derive(Clone, Debug)]
 pub struct Protocol {
     pub machines: [Start; MACHINES],
-    /// How many machines each claim wants; none when there is no such claim.
+    /// The machine count of each claim; 0 if there is no such claim.
     pub counts: [u32; CLAIMS],
-    /// The first so many may be deleted.
+    /// How many claims, from the first, may be deleted.
     pub deletable: usize,
     pub keep_warm: bool,
     pub faults: Faults,
     pub mutant: Mutant,
 }
 
-/// Who has a write on its way.
+/// The sender of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Who {
     Claim(usize),
@@ -67,23 +67,23 @@ pub enum Who {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// The leader reads the table anew.
+    /// The leader reads the table again.
     Load,
-    /// A claim polls the queue and is shown a machine's message, or none until the pool counts as exhausted.
+    /// A claim polls the queue and receives a machine's message, or none until the pool counts as exhausted.
     Receive(usize, Option<usize>),
     /// A write is sent and arrives.
     Do(Who, Write),
-    /// A write is sent, and others come first.
+    /// A write is sent; others may arrive first.
     Send(Who, Write),
     Arrive(Who),
     Agent(usize, Machine),
-    /// A hidden message shows itself again.
+    /// A hidden message becomes visible again.
     Reappear(usize),
-    /// Only the end of its time moves a record whose claim is gone.
+    /// The record of a deleted claim expires; nothing else changes it.
     Expire(usize),
-    // From here on what may happen, and need not.
+    // The following may happen, but need not.
     Delete(usize),
-    /// The leader dies or loses the lease, perhaps with a write on its way; the next one reads the table.
+    /// The leader dies or loses the lease, perhaps with a write in flight; the next one reads the table.
     Crash(Option<Write>),
     Redeliver(usize),
     Tick(usize),
@@ -91,7 +91,7 @@ pub enum Action {
 }
 
 impl World {
-    fn on_its_way(&mut self, who: Who) -> &mut Option<Write> {
+    fn in_flight(&mut self, who: Who) -> &mut Option<Write> {
         match who {
             Who::Claim(claim) => &mut self.leader.claims[claim].next,
             Who::Pool => &mut self.leader.pool,
@@ -105,13 +105,13 @@ impl Protocol {
         self.mutant == Mutant::DeletesFirst
     }
 
-    /// What happens by itself, sooner or later, whatever the leader decides; gives the writes that are on their way.
+    /// Adds the actions that happen eventually, whatever the leader decides; returns the writes in flight.
     fn events(&self, world: &World, actions: &mut Vec<Action>) -> Vec<Write> {
         if world.leader.ledger != world.table {
             actions.push(Action::Load);
         }
         let senders = [Who::Claim(0), Who::Claim(1), Who::Pool, Who::Former];
-        let sent: Vec<_> = senders.into_iter().filter_map(|who| Some((who, (*{ *world }.on_its_way(who))?))).collect();
+        let sent: Vec<_> = senders.into_iter().filter_map(|who| Some((who, (*{ *world }.in_flight(who))?))).collect();
         actions.extend(sent.iter().map(|(who, _)| Action::Arrive(*who)));
         actions.extend((0..MACHINES).filter_map(|id| Some(Action::Agent(id, world.agent(id)?))));
         actions.extend((0..MACHINES).filter(|id| world.hidden[*id] > 0).map(Action::Reappear));
@@ -119,7 +119,7 @@ impl Protocol {
         sent.into_iter().map(|(_, write)| write).collect()
     }
 
-    /// What the leader may do next; gives the writes among it.
+    /// Adds the leader's possible next actions; returns the writes among them.
     fn decisions(&self, world: &World, actions: &mut Vec<Action>) -> Vec<Write> {
         let mut writes: Vec<_> = self.pool(world).into_iter().map(|write| (Who::Pool, write)).collect();
         for claim in 0..CLAIMS {
@@ -133,14 +133,14 @@ impl Protocol {
             }
         }
         actions.extend(writes.iter().map(|(who, write)| match write {
-            // An idle record is moved by claims and the pool alike; elsewhere nobody comes first.
+            // Claims and the pool both change idle records, so their writes can race. Other writes have no competitor.
             Write::Apply { seen: Some(seen), .. } if seen.state == State::Idle => Action::Send(*who, *write),
             _ => Action::Do(*who, *write),
         }));
         writes.into_iter().map(|(_, write)| write).collect()
     }
 
-    /// Nothing happens any more unless somebody wants something or something breaks.
+    /// Whether nothing happens any more without a user request or a fault.
     pub fn is_quiet(&self, world: &World) -> bool {
         let mut actions = Vec::new();
         self.events(world, &mut actions);
@@ -154,7 +154,8 @@ impl Protocol {
         let deletable = |claim: &usize| world.claims[*claim].is_some_and(|claim| !claim.deleting);
         actions.extend((0..self.deletable).filter(deletable).map(Action::Delete));
         if world.left.crashes > 0 {
-            // A late termination is a kill, a late offer a message delivered again, a late deletion none at all.
+            // Other late writes are covered: a late termination is a kill, a late message is a redelivery, and a late
+            // deletion has no effect.
             let lasting = |write: &Write| matches!(write, Write::Apply { .. } | Write::Fleet(..) | Write::Status(..));
             let late = writes.into_iter().filter(|write| world.late.is_none() && lasting(write));
             actions.extend(late.map(Some).chain([None]).map(Action::Crash));
@@ -173,14 +174,14 @@ impl Protocol {
         }
     }
 
-    /// The write arrives. What comes back is what its sender sends next.
+    /// The write arrives. Returns the sender's next write.
     fn arrive(&self, world: &mut World, who: Who, write: Write) -> Option<Write> {
         let leads = who != Who::Former;
         match write {
             Write::Apply { id, seen, change } => {
                 let won = self.apply(world, id, seen, change);
                 if leads {
-                    world.know(id);
+                    world.reload(id);
                 }
                 match (who, change) {
                     (Who::Claim(claim), Change::Claim(_)) => {
@@ -188,13 +189,13 @@ impl Protocol {
                         Some(if idle { Write::PutBack(claim) } else { Write::DeleteMessage(claim) })
                     }
                     (_, Change::Terminate) if won => Some(Write::Terminate(id)),
-                    (_, Change::MakeIdle | Change::Renew) if won => Some(Write::Offer(only(id), None)),
+                    (_, Change::MakeIdle | Change::Renew) if won => Some(Write::SendMessages(only(id), None)),
                     _ => None,
                 }
             }
             Write::Fleet(claim, count) => {
                 let before = world.fleets[claim].unwrap_or_default();
-                let again = world.fleets[claim].is_some() && self.mutant != Mutant::OrdersAnew;
+                let again = world.fleets[claim].is_some() && self.mutant != Mutant::NewTokenPerOrder;
                 let absent = (0..MACHINES).filter(|id| world.machines[*id].ec2 == Ec2::Absent && !again);
                 let new: Vec<_> = absent.take(count as usize).collect();
                 new.iter().for_each(|id| world.machines[*id].ec2 = Ec2::Running);
@@ -209,20 +210,20 @@ impl Protocol {
                 world.end(id);
                 None
             }
-            Write::Offer(mut ids, leaving) => {
-                let id = ids.iter().position(|wanted| *wanted).expect("there is one to offer");
-                (world.leader.offered[id], ids[id]) = (true, false);
+            Write::SendMessages(mut ids, leaving) => {
+                let id = ids.iter().position(|wanted| *wanted).expect("there is one to send");
+                (world.leader.announced[id], ids[id]) = (true, false);
                 world.shown[id] += 1;
                 let clear = |seen| Write::Apply { id, seen: Some(seen), change: Change::Pool };
-                leaving.map(clear).or_else(|| ids.contains(&true).then_some(Write::Offer(ids, None)))
+                leaving.map(clear).or_else(|| ids.contains(&true).then_some(Write::SendMessages(ids, None)))
             }
             Write::DeleteMessage(claim) => {
-                world.leader.claims[claim].hand = None;
+                world.leader.claims[claim].candidate = None;
                 None
             }
             Write::PutBack(claim) => {
-                let mind = &mut world.leader.claims[claim];
-                if let Some(id) = mind.hand.take().filter(|_| mind.message && !self.deletes_first()) {
+                let memory = &mut world.leader.claims[claim];
+                if let Some(id) = memory.candidate.take().filter(|_| memory.message && !self.deletes_first()) {
                     world.shown[id] += 1;
                 }
                 None
@@ -243,13 +244,13 @@ impl Protocol {
         }
     }
 
-    /// `Records::apply`: the record becomes what the change makes of it, if its condition holds.
+    /// `Records::apply`: stores the changed record if the condition holds.
     fn apply(&self, world: &mut World, id: usize, seen: Option<Record>, change: Change) -> bool {
         let made = change.of(id, seen, true).expect("its guard held when it was decided");
         let there = world.table[id];
         let mut stored = there.map(|record| instance(id, &record, world.machines[id].age));
         let claims = matches!(change, Change::Claim(_));
-        // A condition that does not name `leaving` takes that for what was seen.
+        // A condition without `leaving` behaves as if it were unchanged.
         let forgets = match self.mutant {
             Mutant::IgnoresLeaving => true,
             Mutant::ForgetsLeaving => !claims,
@@ -271,9 +272,9 @@ impl Protocol {
         if made.next().updated_at == NOW {
             let machine = &mut world.machines[id];
             machine.age = Age::Fresh;
-            // What was said before this move does not count.
-            if machine.said.is_some_and(|(signal, _)| signal == Signal::Deregistered) {
-                machine.said = Some((Signal::ScriptOk, None));
+            // A signal from before this transition does not count.
+            if machine.signal.is_some_and(|(signal, _)| signal == Signal::Deregistered) {
+                machine.signal = Some((Signal::ScriptOk, None));
             }
         }
         true
@@ -288,16 +289,16 @@ impl Model for Protocol {
         let claims = self.counts.map(|count| (count > 0).then(Claim::default));
         let mut world = World { claims, left: self.faults, ..World::default() };
         for (id, start) in self.machines.into_iter().enumerate() {
-            let (record, ec2, said) = match start {
+            let (record, ec2, signal) = match start {
                 Start::Pooled => (Some(State::Idle), Ec2::Running, Some((Signal::ScriptOk, None))),
                 Start::Warming => (Some(State::Created), Ec2::Running, None),
                 Start::Absent => (None, Ec2::Absent, None),
                 Start::Never => (None, Ec2::Gone, None),
             };
             world.table[id] = record.map(|state| Record::new(state, None));
-            world.machines[id] = Machine { ec2, said, ..Machine::default() };
+            world.machines[id] = Machine { ec2, signal, ..Machine::default() };
             world.shown[id] = u8::from(start == Start::Pooled);
-            world.leader.offered[id] = start == Start::Pooled;
+            world.leader.announced[id] = start == Start::Pooled;
         }
         world.leader.ledger = world.table;
         vec![world]
@@ -312,29 +313,29 @@ impl Model for Protocol {
     fn next_state(&self, last: &World, action: Action) -> Option<World> {
         let mut world = *last;
         match action {
-            Action::Load => (0..MACHINES).for_each(|id| world.know(id)),
+            Action::Load => (0..MACHINES).for_each(|id| world.reload(id)),
             Action::Receive(claim, shown) => {
-                let mind = &mut world.leader.claims[claim];
+                let memory = &mut world.leader.claims[claim];
                 match shown.map(|id| (id, self.pickup(last, id))) {
                     Some((id, Pickup::Take(..))) => {
-                        (mind.hand, mind.message) = (Some(id), true);
+                        (memory.candidate, memory.message) = (Some(id), true);
                         world.shown[id] -= 1;
                     }
                     Some((_, Pickup::PutBack(_))) => {}
                     Some((id, Pickup::Discard(_))) => world.shown[id] -= 1,
                     None => match self.last_resort(last) {
-                        Some(Some(id)) => (mind.hand, mind.message) = (Some(id), false),
-                        Some(None) => mind.exhausted = true,
+                        Some(Some(id)) => (memory.candidate, memory.message) = (Some(id), false),
+                        Some(None) => memory.exhausted = true,
                         None => {}
                     },
                 }
             }
-            Action::Send(who, write) => *world.on_its_way(who) = Some(write),
-            Action::Do(who, write) => *world.on_its_way(who) = self.arrive(&mut world, who, write),
+            Action::Send(who, write) => *world.in_flight(who) = Some(write),
+            Action::Do(who, write) => *world.in_flight(who) = self.arrive(&mut world, who, write),
             Action::Arrive(who) => {
-                let write = world.on_its_way(who).take().expect("it is on its way");
+                let write = world.in_flight(who).take().expect("it is in flight");
                 let next = self.arrive(&mut world, who, write);
-                *world.on_its_way(who) = next.filter(|_| who != Who::Former);
+                *world.in_flight(who) = next.filter(|_| who != Who::Former);
             }
             Action::Agent(id, machine) => world.machines[id] = machine,
             Action::Reappear(id) => {
@@ -346,8 +347,8 @@ impl Model for Protocol {
             Action::Crash(late) => {
                 world.left.crashes -= 1;
                 world.late = late.or(world.late);
-                let minds = world.leader.claims.iter().filter(|mind| mind.message && !self.deletes_first());
-                minds.filter_map(|mind| mind.hand).for_each(|id| world.hidden[id] += 1);
+                let memories = world.leader.claims.iter().filter(|memory| memory.message && !self.deletes_first());
+                memories.filter_map(|memory| memory.candidate).for_each(|id| world.hidden[id] += 1);
                 world.leader = Leader { ledger: world.table, ..Leader::default() };
             }
             Action::Redeliver(id) => {

@@ -1,4 +1,4 @@
-//! Records of the model as those of the operator, changed by the operator's own functions.
+//! Converts the model's records to the operator's, and changes them with the operator's own functions.
 
 use std::sync::LazyLock;
 
@@ -28,7 +28,7 @@ pub fn run_id(run: Option<usize>) -> String {
     run.map(|run| run.to_string()).unwrap_or_default()
 }
 
-/// A record of the model as it is stored. It was last moved before now, so that a change that moves it can be told.
+/// A record of the model as it is stored. Its last update is before `NOW`, so that a transition is detectable.
 pub fn instance(id: usize, record: &Record, age: Age) -> Instance {
     let (since, left) = match age {
         Age::Fresh => (SECOND, MINUTE * 5),
@@ -59,7 +59,7 @@ impl From<&Instance> for Record {
 }
 
 impl Change {
-    /// What the function makes of what was seen, with or without a key to seal a token to.
+    /// Applies the transition to the record as seen, with or without a key to seal a token to.
     pub fn of(self, id: usize, seen: Option<Record>, has_key: bool) -> Option<Transition> {
         let sealed = || has_key.then(|| "sealed".to_owned());
         let threshold = NOW + MINUTE * 5;

@@ -1,4 +1,4 @@
-//! What there is: AWS, the cluster, and the memory of the one who leads.
+//! The model's state: AWS, the cluster, and the leader's memory.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ pub const CLAIMS: usize = 2;
 /// A set of machines.
 pub type Ids = [bool; MACHINES];
 
-/// A run is known by the number of its claim, so `run` is the record's `runId` and `claim` in one.
+/// A run is identified by its claim's number, so `run` stands for both `runId` and `claim` of the record.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Record {
     pub state: State,
@@ -40,7 +40,7 @@ impl fmt::Debug for Record {
     }
 }
 
-/// How much of the time that the record's last move gave is over.
+/// Time since the record's last transition, relative to its limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Age {
     #[default]
@@ -66,7 +66,7 @@ pub struct Machine {
     pub age: Age,
     /// The run that its runner is registered for.
     pub serving: Option<usize>,
-    pub said: Option<(Signal, Option<usize>)>,
+    pub signal: Option<(Signal, Option<usize>)>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -84,7 +84,7 @@ pub enum Order {
     #[default]
     None,
     Placed(u32),
-    /// Its instances have their records.
+    /// Its instances have records.
     Settled,
 }
 
@@ -98,7 +98,7 @@ pub struct Claim {
 /// A function of `paddock_record::transition`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Change {
-    /// For this claim, as the next.
+    /// For this claim; so is the next one.
     Launch(usize),
     Claim(usize),
     Seal,
@@ -115,7 +115,7 @@ pub enum Change {
 /// One request that changes something outside the operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Write {
-    /// The conditional write of a record that was seen so; none when it is the first.
+    /// A conditional write, based on the record as seen; `None` for the first write.
     Apply {
         id: usize,
         seen: Option<Record>,
@@ -124,27 +124,27 @@ pub enum Write {
     /// `CreateFleet` for a claim's order.
     Fleet(usize, u32),
     Terminate(usize),
-    /// Offers into the queue, one after the other; then `leaving` is cleared in what was seen.
-    Offer(Ids, Option<Record>),
-    /// What becomes of the message that a claim has in hand.
+    /// Sends messages to the queue, one by one; then `leaving` is cleared in the record as seen.
+    SendMessages(Ids, Option<Record>),
+    /// The end of the message that a claim has received.
     DeleteMessage(usize),
     PutBack(usize),
     /// Phase and order of a claim.
     Status(usize, Phase, Order),
-    /// Takes the finalizer of a deleted claim away.
+    /// Removes the finalizer of a deleted claim.
     Finalize(usize),
 }
 
-/// What one claim's reconciliation knows beyond the records.
+/// The in-memory state of one claim's reconciliation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub struct Mind {
-    /// The machine that it tries to claim, and whether that came with a message.
-    pub hand: Option<usize>,
+pub struct ClaimMemory {
+    /// The machine that it tries to claim, and whether it came with a message.
+    pub candidate: Option<usize>,
     pub message: bool,
     pub exhausted: bool,
     /// EC2's answer to the fleet order, until the order is settled.
     pub fleet: Option<Ids>,
-    /// The write that is on its way.
+    /// The write in flight.
     pub next: Option<Write>,
 }
 
@@ -152,21 +152,21 @@ pub struct Mind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Leader {
     pub ledger: [Option<Record>; MACHINES],
-    pub claims: [Mind; CLAIMS],
+    pub claims: [ClaimMemory; CLAIMS],
     pub pool: Option<Write>,
-    /// Idle machines that this leader has offered.
-    pub offered: Ids,
+    /// Idle machines for which this leader has sent a message.
+    pub announced: Ids,
 }
 
-/// How much may still go wrong.
+/// The remaining number of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Faults {
     pub crashes: u8,
-    /// Messages that SQS delivers once more, or after their deletion.
+    /// Messages that SQS delivers twice, or after their deletion.
     pub messages: u8,
-    /// Times that somebody is slow, or a threshold passes.
+    /// Steps of time: a timeout or a threshold passes.
     pub ticks: u8,
-    /// Machines that EC2 takes.
+    /// Machines that EC2 reclaims.
     pub kills: u8,
 }
 
@@ -174,71 +174,78 @@ pub struct Faults {
 pub struct World {
     pub table: [Option<Record>; MACHINES],
     pub machines: [Machine; MACHINES],
-    /// Messages that can be received, and those that nobody holds any more and that show themselves again.
+    /// Visible messages, and hidden ones without a holder, which become visible again.
     pub shown: [u8; MACHINES],
     pub hidden: [u8; MACHINES],
-    /// None where there is no claim, or none any more.
+    /// `None` if the claim does not exist or is deleted.
     pub claims: [Option<Claim>; CLAIMS],
-    /// What EC2 launched for each claim.
+    /// The machines EC2 launched for each claim.
     pub fleets: [Option<Ids>; CLAIMS],
     pub leader: Leader,
-    /// A write of a former leader that is still on its way.
+    /// A write of a former leader that is still in flight.
     pub late: Option<Write>,
     pub left: Faults,
-    /// A machine was killed, or its time ran out.
+    /// A machine was killed or has expired.
     pub lost: bool,
-    /// What must never be seen is kept, so that no later state hides it.
+    /// Violations are sticky, so that no later state hides them.
     pub stolen: bool,
     pub wrong_arrow: bool,
 }
 
 impl World {
-    /// The leader learns what the table has.
-    pub fn know(&mut self, id: usize) {
+    /// The leader reads the record from the table.
+    pub fn reload(&mut self, id: usize) {
         self.leader.ledger[id] = self.table[id];
-        self.leader.offered[id] &= self.table[id].is_some_and(|record| record.state == State::Idle);
+        self.leader.announced[id] &= self.table[id].is_some_and(|record| record.state == State::Idle);
     }
 
     pub fn end(&mut self, id: usize) {
         self.machines[id] = Machine { ec2: Ec2::Gone, age: self.machines[id].age, ..Machine::default() };
     }
 
-    /// What the agent does about its record.
+    /// The agent's next step for its record.
     pub fn agent(&self, id: usize) -> Option<Machine> {
         let (machine, record) = (self.machines[id], self.table[id]?);
-        let say = |signal, run| Machine { said: Some((signal, run)), ..machine };
-        let next = match (machine.said, machine.serving, record.run) {
+        let report = |signal, run| Machine { signal: Some((signal, run)), ..machine };
+        let next = match (machine.signal, machine.serving, record.run) {
             _ if machine.ec2 != Ec2::Running => machine,
             _ if !record.is_live() => Machine { ec2: Ec2::Gone, ..Machine::default() },
-            (None, _, _) => say(Signal::ScriptOk, None),
-            (_, None, None) if record.leaving.is_some() => say(Signal::Deregistered, record.leaving),
+            (None, _, _) => report(Signal::ScriptOk, None),
+            (_, None, None) if record.leaving.is_some() => report(Signal::Deregistered, record.leaving),
             (_, None, run) if run.is_some() && record.sealed => {
-                Machine { serving: run, ..say(Signal::Registered, run) }
+                Machine { serving: run, ..report(Signal::Registered, run) }
             }
             (_, None, _) => machine,
             (_, own, run) if own == run => machine,
-            (_, own, _) => Machine { serving: None, ..say(Signal::Deregistered, own) },
+            (_, own, _) => Machine { serving: None, ..report(Signal::Deregistered, own) },
         };
         (next != machine).then_some(next)
     }
 
-    /// Whether the record names a claim that is gone.
+    /// Whether the record names a deleted claim.
     pub fn is_orphaned(&self, id: usize) -> bool {
         let run = self.table[id].filter(Record::is_live).and_then(|record| record.run);
         run.is_some_and(|run| self.claims[run].is_none()) && self.machines[id].age != Age::Expired
     }
 
-    /// Forgets what makes no difference any more.
+    /// Normalises state that no longer makes a difference, which keeps the state space small.
     pub fn tidy(&mut self) {
-        for (claim, mind) in self.claims.iter_mut().zip(&mut self.leader.claims) {
-            mind.message &= mind.hand.is_some();
+        for (claim, memory) in self.claims.iter_mut().zip(&mut self.leader.claims) {
+            memory.message &= memory.candidate.is_some();
             match claim {
-                None => *mind = Mind { hand: mind.hand, message: mind.message, next: mind.next, ..Mind::default() },
+                None => {
+                    *memory = ClaimMemory {
+                        candidate: memory.candidate,
+                        message: memory.message,
+                        next: memory.next,
+                        ..ClaimMemory::default()
+                    }
+                }
                 Some(claim) => {
                     if claim.phase == Phase::Over {
-                        (claim.order, mind.fleet) = (Order::None, None);
+                        (claim.order, memory.fleet) = (Order::None, None);
                     }
-                    mind.exhausted &= (claim.phase, claim.order) == (Phase::Working, Order::None);
+                    memory.exhausted &= (claim.phase, claim.order) == (Phase::Working, Order::None);
                 }
             }
         }

@@ -76,7 +76,7 @@ async fn instances(State(front): Bed) -> Json<Vec<Instance>> {
 
 async fn shutdown(State(front): Bed, Path(id): Path<String>) -> Response {
     let Some(instance) = front.instances.get(&id) else { return StatusCode::NOT_FOUND.into_response() };
-    // The machine that asks dies of the answer's cause: it is carried out even when nobody waits any more.
+    // The calling machine may die from this very call, so the call completes even if the client disconnects.
     let work = tokio::spawn(async move { ec2::shut_down(&front, &instance).await.map_err(Failure::into_answer) });
     match work.await {
         Ok(Ok(())) => StatusCode::OK.into_response(),

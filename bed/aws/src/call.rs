@@ -1,4 +1,4 @@
-//! What a request asks of which service, and the errors each service answers with.
+//! Parses requests of SDK clients, and builds each service's error responses.
 
 use axum::{
     body::Bytes,
@@ -28,7 +28,7 @@ pub struct Call {
 }
 
 impl Call {
-    /// Tells service and action: the JSON protocols name both in `X-Amz-Target`, EC2 has the action in its form.
+    /// Determines service and action. The JSON protocols name both in `X-Amz-Target`; EC2 has the action in its form.
     pub fn read(path: &str, headers: HeaderMap, body: Bytes) -> Option<Self> {
         let target = headers.get("x-amz-target").and_then(|value| value.to_str().ok());
         let (service, action) = match target.and_then(|target| target.split_once('.')) {
@@ -44,7 +44,7 @@ impl Call {
         Form::parse(&self.body)
     }
 
-    /// The body as a person would write it, for rules that look for a piece of text.
+    /// The decoded body, for rules that match text.
     pub fn text(&self) -> String {
         match self.service {
             Service::Ec2 => self.form().to_string(),
@@ -53,7 +53,7 @@ impl Call {
     }
 }
 
-/// An answer of an emulator, or one in its stead.
+/// A response of an emulator, or one made up instead of it.
 #[derive(Clone, Debug)]
 pub struct Answer {
     pub status: StatusCode,
@@ -75,7 +75,7 @@ impl Answer {
         Self::new(200, "text/xml;charset=UTF-8", body)
     }
 
-    /// An error in the service's own shape; without a status, the one that the service has for this code.
+    /// An error in the service's own format; the status defaults to the documented one for this code.
     pub fn error(service: Service, code: &str, message: &str, status: Option<u16>) -> Self {
         let status = status.unwrap_or_else(|| status_of(code));
         if service == Service::Ec2 {
@@ -96,7 +96,7 @@ impl Answer {
         answer
     }
 
-    /// How each service says "slow down".
+    /// Each service's throttling error.
     pub fn throttled(service: Service) -> Self {
         let (code, message) = match service {
             Service::DynamoDb => (
@@ -109,7 +109,7 @@ impl Answer {
         Self::error(service, code, message, None)
     }
 
-    /// How each service says that it failed itself.
+    /// Each service's internal error.
     pub fn broken(service: Service, status: u16) -> Self {
         let code = match (service, status) {
             (Service::Ec2, 503) => "Unavailable",

@@ -1,4 +1,4 @@
-//! How much EC2 has left to give.
+//! Limits of the emulated EC2 capacity.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +18,7 @@ impl Usage {
     }
 }
 
-/// So many more instances can be launched where all three match.
+/// Allows this many more instances where zone, type and usage class match.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Limit {
     /// A glob over zones.
@@ -27,7 +27,7 @@ pub struct Limit {
     /// A glob over instance types.
     #[serde(default = "any")]
     pub instance_type: String,
-    /// Both usage classes, if left out.
+    /// Both usage classes, if omitted.
     #[serde(default)]
     pub usage: Option<Usage>,
     pub available: u32,
@@ -49,7 +49,7 @@ impl Limit {
     }
 }
 
-/// What no limit covers is unlimited.
+/// Capacity without a matching limit is unlimited.
 #[derive(Clone, Default)]
 pub struct Capacity(Vec<Limit>);
 

@@ -1,4 +1,4 @@
-//! The instance types there are, and which of them meet a fleet's requirements.
+//! The available instance types, matched against a fleet's requirements.
 
 use std::{collections::HashMap, path::Path, process::Command};
 
@@ -27,7 +27,7 @@ pub struct InstanceType {
 pub struct Catalogue(Vec<InstanceType>);
 
 impl Catalogue {
-    /// Reads the catalogue that moto itself answers from.
+    /// Reads moto's own catalogue.
     pub fn of_moto(packages: &Path) -> Result<Self> {
         let file = packages.join("moto/ec2/resources/instance_types.json.gz");
         let output = Command::new("gzip").arg("-dc").arg(&file).output().context("gzip")?;
@@ -52,7 +52,7 @@ impl Catalogue {
     }
 }
 
-/// `InstanceRequirements` of a fleet: attributes in place of a type.
+/// `InstanceRequirements` of a fleet: attributes instead of a type.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Requirements {
     vcpus: (u32, u32),
@@ -65,7 +65,7 @@ pub struct Requirements {
     bare_metal: Kind,
 }
 
-/// Burstable and bare metal types are left out unless asked for.
+/// Burstable and bare metal types are excluded unless requested.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Excluded,
@@ -131,7 +131,7 @@ impl Requirements {
     }
 }
 
-/// An entry of moto's file, the parts that matter.
+/// The fields of an entry of moto's file that are used here.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Entry {

@@ -1,5 +1,4 @@
-//! `DescribeInstances` in pages of instances, out of the whole answer of moto (which pages by reservation, and shows
-//! every instance at once).
+//! Paginates `DescribeInstances` by instance. moto paginates by reservation and returns every instance at once.
 
 use anyhow::{Context, Result};
 use roxmltree::{Document, Node};
@@ -9,7 +8,7 @@ use crate::xml;
 /// Which instances to show, and how.
 pub struct View<'a> {
     pub shown: &'a dyn Fn(&str) -> bool,
-    /// Taken away by EC2 rather than ended by the user.
+    /// Reclaimed by EC2 rather than terminated by the user.
     pub reclaimed: &'a dyn Fn(&str) -> bool,
     /// Continue after this instance.
     pub after: Option<&'a str>,

@@ -1,4 +1,4 @@
-//! EC2 as the operator and the instances see it: moto with its gaps closed.
+//! The emulated EC2: moto, with the missing behaviour added.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
@@ -44,7 +44,7 @@ pub async fn perform(front: &Arc<Front>, action: &str, form: Form, quirk: Option
     Ok(Answer::xml(text))
 }
 
-/// moto takes a name that it does not know for no name at all.
+/// moto treats an unknown template name as a missing one.
 async fn delete_template(front: &Front, form: Form) -> Outcome<String> {
     match (front.moto(&form).await, form.get("LaunchTemplateName")) {
         (Err(Failure::Refused(answer)), Some(name)) if answer.text().contains("MissingParameter") => {
@@ -55,7 +55,7 @@ async fn delete_template(front: &Front, form: Form) -> Outcome<String> {
     }
 }
 
-/// Ends instances as their owner would, or the cloud.
+/// Terminates instances, as their owner or the cloud would.
 pub async fn terminate(front: &Front, ids: &[&str]) -> Outcome<()> {
     let form = ids
         .iter()
@@ -69,7 +69,7 @@ pub async fn stop(front: &Front, id: &str) -> Outcome<()> {
     end(front, form, InstanceState::Stopped).await.map(drop)
 }
 
-/// What happens when the machine itself shuts down: its launch said whether that stops or terminates it.
+/// Handles a shutdown from inside the machine, which stops or terminates it as set at launch.
 pub async fn shut_down(front: &Front, instance: &Instance) -> Outcome<()> {
     match instance.shutdown {
         Shutdown::Terminate => terminate(front, &[&instance.id]).await,
@@ -87,10 +87,10 @@ pub async fn subnets(front: &Front) -> Outcome<Vec<(String, String)>> {
     Ok(set.into_iter().filter_map(pair).collect())
 }
 
-/// The one instance profile that there is.
+/// The only instance profile.
 const PROFILE: &str = "paddock-runner";
 
-/// A launch template's version, and what moto does not take over from it by itself.
+/// A launch template's version, with the fields that moto does not apply by itself.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Template {
     pub id: String,
@@ -138,12 +138,12 @@ impl Template {
     }
 }
 
-/// `RunInstances`, with the template's part that moto forgets; answers moto's text and the ids.
+/// `RunInstances`, with the template fields that moto ignores; returns moto's response and the ids.
 pub async fn launch(front: &Front, mut form: Form, invisible: Option<Duration>) -> Outcome<(String, Vec<String>)> {
     let reference = form.below("LaunchTemplate");
     let template = if reference.is_empty() { Template::default() } else { Template::find(front, &reference).await? };
     let profile = form.get("IamInstanceProfile.Name").or(form.get("IamInstanceProfile.Arn")).map(str::to_owned);
-    // IAM is not emulated: moto would refuse the profile for want of it.
+    // IAM is not emulated, so moto would refuse the profile.
     form.remove("IamInstanceProfile");
     let role = profile.or(template.profile).map(|profile| profile.rsplit('/').next().unwrap_or_default().to_owned());
     if let Some(role) = role.as_deref().filter(|role| *role != PROFILE) {
@@ -229,7 +229,7 @@ async fn end(front: &Front, form: Form, state: InstanceState) -> Outcome<String>
     Ok(text)
 }
 
-/// The metadata service shows an instance's tags as they are now.
+/// Keeps the tags in the metadata service up to date.
 async fn tag(front: &Front, form: Form, create: bool) -> Outcome<String> {
     let text = front.moto(&form).await?;
     let tags = form.items("Tag");

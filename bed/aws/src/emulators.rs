@@ -1,4 +1,4 @@
-//! The emulators of SQS and EC2 behind the front.
+//! The emulators of SQS and EC2 behind the front end.
 
 use std::{fs, path::Path, process::Command};
 
@@ -8,7 +8,7 @@ use reqwest::Client;
 
 use crate::{form::Form, front::EC2_CREDENTIAL};
 
-/// ElasticMQ, whose queue URLs lead back to the front.
+/// ElasticMQ, whose queue URLs point to the front end.
 pub async fn sqs(dir: &Path, http: &Client, front: u16) -> Result<Emulator> {
     let jars = fetch("elasticmq").await?;
     let command = |port: u16| {
@@ -30,7 +30,7 @@ aws {{ region = us-east-1, accountId = "000000000000" }}
     Emulator::start("elasticmq", dir, command, |url| serves(http.clone(), url, "AmazonSQS.ListQueues")).await
 }
 
-/// moto, for EC2 alone; it looks up nothing outside and knows only the images that are registered.
+/// moto, for EC2 only. It makes no outside requests and knows only registered images.
 pub async fn ec2(dir: &Path, http: &Client) -> Result<Emulator> {
     let packages = fetch("moto").await?;
     let command = |port: u16| {
@@ -41,7 +41,7 @@ pub async fn ec2(dir: &Path, http: &Client) -> Result<Emulator> {
         command.env("AWS_EC2_METADATA_DISABLED", "true");
         Ok(command)
     };
-    // The first EC2 call loads half of moto: sent here, no client waits for it.
+    // The first EC2 call is slow because it loads most of moto; made here, it delays no client.
     let probe = Form::action("DescribeSubnets").encode();
     let is_ready = |url: String| {
         let call = http.post(url).header("authorization", EC2_CREDENTIAL).body(probe.clone()).send();

@@ -1,17 +1,17 @@
-//! Rules that make AWS misbehave. The first rule that matches a call decides it.
+//! Fault injection rules for AWS. The first rule that matches a call applies.
 
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde::{Deserialize, Serialize};
 
 use crate::call::{Call, Service};
 
-/// What goes wrong.
+/// The effect of a fault.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "effect", rename_all = "kebab-case")]
 pub enum Effect {
     /// The service's own throttling error.
     Throttle,
-    /// Any error code, in the service's own shape; the status follows from the code unless given.
+    /// Any error code, in the service's own format; the status defaults to the documented one.
     Error {
         code: String,
         #[serde(default)]
@@ -19,27 +19,27 @@ pub enum Effect {
         #[serde(default)]
         status: Option<u16>,
     },
-    /// The service fails itself: 500, 503, …
+    /// An internal error of the service: 500, 503, …
     ServerError { status: u16 },
-    /// The call is carried out, then the connection closes with no answer.
+    /// The call is executed, then the connection closes without a response.
     LostResponse,
-    /// The call is carried out after a while.
+    /// The call is executed after a delay.
     Delay { ms: u64 },
-    /// The call is not carried out and never answered.
+    /// The call is not executed and never answered.
     Hang,
-    /// The call is not carried out; the connection is reset.
+    /// The call is not executed; the connection is reset.
     Reset,
-    /// SQS: a receive says that there is nothing, whatever there is.
+    /// SQS: a receive returns nothing, even if there are messages.
     FalseEmpty,
-    /// SQS: a receive sees the queue's messages in reverse.
+    /// SQS: a receive returns messages in reverse order.
     Reorder,
     /// SQS, matched by message on `ReceiveMessage`: the next receive delivers it again, even if it is deleted by then.
     Duplicate,
-    /// SQS, matched by message on `ReceiveMessage`: this receive does not deliver it, one after so long does.
+    /// SQS, matched by message on `ReceiveMessage`: it is delivered only after a delay.
     Late { seconds: u32 },
-    /// SQS, matched by message on `DeleteMessage`: it is deleted, and the next receive delivers it all the same.
+    /// SQS, matched by message on `DeleteMessage`: it is deleted, but the next receive still delivers it.
     AfterDeletion,
-    /// EC2: `DescribeInstances` does not know the instances that this launch makes for a while.
+    /// EC2: `DescribeInstances` omits the instances of this launch for a while.
     Invisible { ms: u64 },
 }
 
@@ -48,32 +48,32 @@ impl Effect {
         Self::Error { code: code.to_owned(), message: format!("The test bed was asked for {code}."), status: None }
     }
 
-    /// Whether the effect is about one message rather than one call.
+    /// Whether the effect applies to one message rather than one call.
     fn by_message(&self) -> bool {
         matches!(self, Self::Duplicate | Self::Late { .. } | Self::AfterDeletion)
     }
 }
 
-/// When something goes wrong.
+/// Which calls a fault applies to.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Rule {
     pub service: Service,
-    /// Every action, if left out.
+    /// Every action, if omitted.
     #[serde(default)]
     pub action: Option<String>,
     /// Text that the request (or the message, for effects on messages) must contain.
     #[serde(default)]
     pub contains: Option<String>,
-    /// So many matches pass unharmed first.
+    /// The number of matches to let pass first.
     #[serde(default)]
     pub skip: u32,
-    /// Then so many are hit; all, if left out.
+    /// The number of matches to affect after that; all, if omitted.
     #[serde(default)]
     pub times: Option<u32>,
-    /// The chance of each to be hit.
+    /// The probability that a match is affected.
     #[serde(default = "always")]
     pub probability: f64,
-    /// Equal seeds hit the same matches.
+    /// Equal seeds affect the same matches.
     #[serde(default)]
     pub seed: u64,
     #[serde(flatten)]
@@ -120,7 +120,7 @@ impl Rule {
     }
 }
 
-/// A rule at work.
+/// An active rule.
 #[derive(Clone, Debug, Serialize)]
 pub struct Fault {
     pub id: u64,
@@ -128,7 +128,7 @@ pub struct Fault {
     pub rule: Rule,
     /// Matching calls so far.
     pub seen: u32,
-    /// How many of them were hit.
+    /// How many of them were affected.
     pub hit: u32,
     #[serde(skip)]
     dice: StdRng,
@@ -145,7 +145,7 @@ impl Fault {
     }
 }
 
-/// The rules in force, in the order in which they were added.
+/// The active rules, in the order in which they were added.
 #[derive(Default)]
 pub struct Faults {
     active: Vec<Fault>,
@@ -172,7 +172,7 @@ impl Faults {
         &self.active
     }
 
-    /// What happens to this call.
+    /// The effect on this call.
     pub fn on_call(&mut self, call: &Call) -> Option<Effect> {
         if self.active.is_empty() {
             return None;
@@ -180,7 +180,7 @@ impl Faults {
         self.decide(call.service, &call.action, &call.text(), false)
     }
 
-    /// What happens to this message of the queue when `action` touches it.
+    /// The effect on this message when `action` processes it.
     pub fn on_message(&mut self, action: &str, message: &str) -> Option<Effect> {
         self.decide(Service::Sqs, action, message, true)
     }

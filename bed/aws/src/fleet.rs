@@ -1,5 +1,5 @@
-//! `CreateFleet`, which moto does only in outline: requirements resolved to types, capacity that runs out, partial
-//! answers, and client tokens that hold.
+//! `CreateFleet`, which moto implements only partially. Adds instance requirements, limited capacity, partial results
+//! and idempotent client tokens.
 
 use std::{
     collections::HashMap,
@@ -23,14 +23,14 @@ use crate::{
     xml,
 };
 
-/// A request and its one answer, given to all who ask again.
+/// A request and its response, which is repeated for retries.
 type Made = (Form, Shared<BoxFuture<'static, Answer>>);
 
-/// The fleets made under each client token.
+/// The fleets by client token.
 #[derive(Default)]
 pub struct Fleets(Mutex<HashMap<String, Made>>);
 
-/// Answers a request; with a client token that came before, as it was answered then.
+/// Answers a request. A repeated client token gets the first response again.
 pub async fn create(front: &Arc<Front>, mut form: Form, invisible: Option<Duration>) -> Answer {
     let token = form.get("ClientToken").map(str::to_owned);
     form.remove("ClientToken");
@@ -84,10 +84,10 @@ async fn fulfil(front: &Front, form: &Form, invisible: Option<Duration>) -> Outc
     Ok(Answer::xml(render(&id, &launched, &errors, &templates)))
 }
 
-/// What a fleet asks for.
+/// A parsed fleet request.
 struct Request {
     configs: Vec<Config>,
-    /// How many of each usage class, and how many at least.
+    /// The target of each usage class, and the minimum.
     targets: [(Usage, u32, u32); 2],
     tags: Vec<(String, String)>,
 }
@@ -154,7 +154,7 @@ impl Override {
     }
 }
 
-/// One type in one subnet, to be launched under one usage class.
+/// One instance type in one subnet, under one usage class.
 #[derive(Clone, Debug, PartialEq)]
 struct Pool {
     config: usize,
@@ -171,7 +171,7 @@ struct PoolError {
     message: String,
 }
 
-/// The pools that a request may draw from, cheapest first and then in the request's order.
+/// The capacity pools a request may use, cheapest first and then in the request's order.
 fn pools(
     request: &Request,
     subnets: &[(String, String)],
@@ -201,7 +201,7 @@ fn pools(
 }
 
 impl Override {
-    /// The pools of this override: its subnet, with each type that it allows.
+    /// The pools of this override: its subnet, with each allowed type.
     fn open<'a>(
         &self,
         mut pool: Pool,
@@ -231,7 +231,7 @@ impl Override {
     }
 }
 
-/// Fills the targets from the pools as far as capacity goes; each pool that falls short is an error of the answer.
+/// Fills the targets from the pools as far as capacity allows. Each pool that falls short adds an error.
 fn allocate(
     request: &Request,
     pools: Vec<Pool>,

@@ -33,13 +33,13 @@ impl Form {
         self.get(key)?.parse().ok()
     }
 
-    /// Takes a field out, and everything below it.
+    /// Removes a field and everything below it.
     pub fn remove(&mut self, key: &str) {
         let below = format!("{key}.");
         self.0.retain(|(k, _)| k != key && !k.starts_with(&below));
     }
 
-    /// What lies below `key`, with its keys shortened.
+    /// The fields below `key`, without that prefix.
     pub fn below(&self, key: &str) -> Form {
         let prefix = format!("{key}.");
         Self(self.0.iter().filter_map(|(k, v)| Some((k.strip_prefix(&prefix)?.to_owned(), v.clone()))).collect())
@@ -57,14 +57,14 @@ impl Form {
         below.indices().iter().filter_map(|index| below.get(&index.to_string()).map(str::to_owned)).collect()
     }
 
-    /// The tags for one kind of resource out of `TagSpecification.N`.
+    /// The tags for one resource type from `TagSpecification.N`.
     pub fn tags(&self, resource: &str) -> Vec<(String, String)> {
         let specifications = self.items("TagSpecification");
         let wanted = specifications.iter().filter(|spec| spec.get("ResourceType") == Some(resource));
         wanted.flat_map(|spec| spec.items("Tag")).filter_map(|tag| Form::tag(&tag)).collect()
     }
 
-    /// A `Key` and its `Value`, which may be left out.
+    /// A `Key` and its optional `Value`.
     pub fn tag(&self) -> Option<(String, String)> {
         Some((self.get("Key")?.to_owned(), self.get("Value").unwrap_or_default().to_owned()))
     }

@@ -1,5 +1,5 @@
-//! The one endpoint that every SDK client talks to: it tells the services apart, counts, misbehaves as it is told,
-//! and passes on.
+//! The front end: the single endpoint of all SDK clients. It detects the service, counts calls, injects faults and
+//! forwards.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -30,7 +30,7 @@ use crate::{
     sqs::{self, Queues},
 };
 
-/// moto finds the service by the credential's scope and checks nothing else of a signature.
+/// moto detects the service by the credential's scope and does not check the signature.
 pub const EC2_CREDENTIAL: &str =
     "AWS4-HMAC-SHA256 Credential=bed/20260101/us-east-1/ec2/aws4_request, SignedHeaders=host, Signature=bed";
 
@@ -40,11 +40,11 @@ const BODY_LIMIT: usize = 32 << 20;
 /// How often each action of each service was called.
 pub type Calls = BTreeMap<Service, BTreeMap<String, u64>>;
 
-/// Why a call has no ordinary answer.
+/// Why a call has no ordinary response.
 pub enum Failure {
-    /// The service says no.
+    /// The service refused the call.
     Refused(Box<Answer>),
-    /// The bed itself is at fault.
+    /// The bed itself failed.
     Broken(anyhow::Error),
 }
 
@@ -65,7 +65,7 @@ impl Failure {
         match self {
             Self::Refused(answer) => *answer,
             Self::Broken(error) => {
-                tracing::error!("the AWS bed failed: {error:#}");
+                tracing::error!("AWS bed failed: {error:#}");
                 Answer::new(502, "text/plain", format!("the AWS bed failed: {error:#}"))
             }
         }
@@ -85,10 +85,10 @@ pub struct Front {
     pub instances: Instances,
     pub records: Records,
     pub fleets: Fleets,
-    /// Files that machines download, by the path they are served at. In memory: a hundred machines boot at a time, and a
-    /// stream from disk costs an unoptimised build a second of a core for each.
+    /// Files that machines download, by URL path. They are in memory: a hundred machines boot at a time, and streaming
+    /// from disk costs an unoptimised build one CPU second each.
     pub files: Mutex<HashMap<String, Bytes>>,
-    /// moto is not safe under threads: one call at a time.
+    /// moto is not thread-safe: one call at a time.
     pub moto: tokio::sync::Mutex<()>,
 }
 
@@ -98,7 +98,7 @@ pub struct Upstream {
 }
 
 impl Front {
-    /// Passes a call of a JSON protocol on as it came, with `body` in place of its own.
+    /// Forwards a call of a JSON protocol unchanged except for `body`.
     pub async fn forward(&self, call: &Call, body: Bytes) -> Outcome<Answer> {
         let upstream = if call.service == Service::Sqs { &self.sqs } else { &self.dynamodb };
         let mut headers = call.headers.clone();
@@ -109,7 +109,7 @@ impl Front {
         self.post(upstream, self.http.post(url).headers(headers).body(body)).await
     }
 
-    /// Asks moto; an error of its is [`Failure::Refused`].
+    /// Calls moto; its errors become [`Failure::Refused`].
     pub async fn moto(&self, form: &Form) -> Outcome<String> {
         let request = self.http.post(&self.ec2.url).header(header::AUTHORIZATION, EC2_CREDENTIAL);
         let request = request.header(header::CONTENT_TYPE, "application/x-www-form-urlencoded").body(form.encode());
@@ -130,13 +130,13 @@ impl Front {
         Ok(Answer { status, headers, body: answer.bytes().await.map_err(failed)? })
     }
 
-    /// Counts a call and decides what happens to it.
+    /// Counts a call and picks its fault, if any.
     fn admit(&self, call: &Call) -> Option<Effect> {
         *self.calls.lock().unwrap().entry(call.service).or_default().entry(call.action.clone()).or_default() += 1;
         self.faults.lock().unwrap().on_call(call)
     }
 
-    /// Carries a call out. It is finished even if the client hangs up, as in the cloud.
+    /// Executes a call. It completes even if the client disconnects, as in the cloud.
     async fn perform(self: &Arc<Self>, call: Call, quirk: Option<Effect>) -> Answer {
         let front = self.clone();
         let work = async move {

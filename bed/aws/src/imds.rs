@@ -1,4 +1,4 @@
-//! An instance's metadata service: IMDSv2 only, as a careful launch template asks for.
+//! An instance's metadata service: IMDSv2 only.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -23,7 +23,7 @@ use crate::{front::Front, instances::Instance};
 const TTL: &str = "x-aws-ec2-metadata-token-ttl-seconds";
 const TOKEN: &str = "x-aws-ec2-metadata-token";
 
-/// The longest life of a token, in seconds.
+/// The maximum lifetime of a token, in seconds.
 const MAX_TTL: u64 = 21_600;
 
 struct Metadata {
@@ -32,7 +32,7 @@ struct Metadata {
     tokens: Mutex<HashMap<String, Instant>>,
 }
 
-/// Serves one instance's metadata until aborted; answers its URL.
+/// Serves one instance's metadata until aborted; returns its URL.
 pub async fn serve(front: Arc<Front>, id: &str) -> Result<(String, AbortHandle)> {
     let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
     let url = format!("http://{}", listener.local_addr()?);
@@ -67,7 +67,7 @@ async fn read(State(metadata): State<Arc<Metadata>>, Path(path): Path<String>, h
     }
 }
 
-/// What lies at a path below `/latest/`.
+/// The value at a path below `/latest/`.
 fn lookup(instance: &Instance, path: &str, now: Timestamp) -> Option<Vec<u8>> {
     let region = instance.zone.trim_end_matches(|letter: char| letter.is_ascii_lowercase());
     let text = match path {
@@ -120,7 +120,7 @@ fn identity(instance: &Instance, region: &str) -> String {
     document.to_string()
 }
 
-/// Credentials whose key names the instance, so that a request tells who made it.
+/// Credentials whose key contains the instance id, so that a request identifies its sender.
 fn credentials(instance: &Instance, role: &str, now: Timestamp) -> Option<String> {
     (instance.role.as_deref() == Some(role)).then(|| {
         let credentials = json!({

@@ -1,4 +1,4 @@
-//! What the front knows of instances from the launches and terminations that pass through it.
+//! Tracks instances by the launches and terminations that pass through the front end.
 
 use std::{
     collections::BTreeMap,
@@ -12,7 +12,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::{capacity::Usage, xml};
 
-/// What becomes of an instance that shuts itself down.
+/// What happens to an instance that shuts itself down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Shutdown {
@@ -38,12 +38,12 @@ pub struct Instance {
     pub private_ip: String,
     pub usage: Usage,
     pub tags: BTreeMap<String, String>,
-    /// Whether the metadata service shows the tags, which EC2 does only when asked to at launch.
+    /// Whether the metadata service shows the tags, which must be enabled at launch.
     pub metadata_tags: bool,
     pub shutdown: Shutdown,
     /// The role of its instance profile.
     pub role: Option<String>,
-    /// When it will be taken away (ISO-8601), once the spot interruption is announced.
+    /// The time of the spot interruption (ISO 8601), once it is announced.
     pub spot_notice: Option<String>,
     #[serde(skip)]
     pub user_data: Vec<u8>,
@@ -81,7 +81,7 @@ impl Instance {
         }
     }
 
-    /// Whether EC2 took it away, rather than its owner.
+    /// Whether EC2 reclaimed it, rather than its owner terminated it.
     pub fn reclaimed(&self) -> bool {
         self.state == InstanceState::Terminated && self.spot_notice.is_some()
     }
@@ -108,7 +108,7 @@ struct Inner {
 }
 
 impl Inner {
-    fn tell(&mut self, event: &Event) {
+    fn notify(&mut self, event: &Event) {
         self.watchers.retain(|watcher| watcher.send(event.clone()).is_ok());
     }
 }
@@ -117,7 +117,7 @@ impl Instances {
     pub fn launched(&self, instance: Instance) {
         let mut inner = self.0.lock().unwrap();
         inner.all.insert(instance.id.clone(), instance.clone());
-        inner.tell(&Event::Launched(Box::new(instance)));
+        inner.notify(&Event::Launched(Box::new(instance)));
     }
 
     pub fn ended(&self, id: &str, state: InstanceState) {
@@ -125,7 +125,7 @@ impl Instances {
         let Some(instance) = inner.all.get_mut(id) else { return };
         let was = std::mem::replace(&mut instance.state, state);
         if was == InstanceState::Running {
-            inner.tell(&Event::Ended(id.to_owned()));
+            inner.notify(&Event::Ended(id.to_owned()));
         }
     }
 
@@ -141,7 +141,7 @@ impl Instances {
         self.0.lock().unwrap().all.values().cloned().collect()
     }
 
-    /// Everything that happens from now on, preceded by the launch of what runs already.
+    /// All future events, preceded by a launch event for each running instance.
     pub fn watch(&self) -> UnboundedReceiver<Event> {
         let (watcher, events) = unbounded_channel();
         let mut inner = self.0.lock().unwrap();

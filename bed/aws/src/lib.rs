@@ -1,5 +1,5 @@
-//! The AWS half of the test bed: DynamoDB, SQS and EC2 behind one endpoint that misbehaves when told to, and machines
-//! that run what is launched.
+//! The AWS part of the test bed: DynamoDB, SQS and EC2 behind one endpoint with fault injection, and simulated machines
+//! that run the launched instances.
 
 mod admin;
 mod call;
@@ -50,14 +50,14 @@ use crate::{
     line::{Line, LineListener},
 };
 
-/// An emulator that takes longer than this for one call is stuck. A hundred instances take seconds on an idle machine.
+/// An emulator that takes longer than this for one call hangs. Launching a hundred instances takes seconds.
 const CALL_DEADLINE: Duration = Duration::from_secs(300);
 
-/// A connection that its server closes for idleness is lost with the call that uses it just then, so the front lets go of
-/// it long before. Jetty, below DynamoDB Local, has 30 s by default; that was not measured here.
+/// Idle connections are closed well before the server's own idle timeout, which could hit a call in flight. Jetty, used
+/// by DynamoDB Local, defaults to 30 s; this was not measured here.
 const CONNECTION_IDLE: Duration = Duration::from_secs(5);
 
-/// A running AWS. Everything ends when it is dropped, or with the program.
+/// A running emulated AWS, stopped on drop or with the program.
 pub struct Aws {
     front: Arc<Front>,
     endpoint: String,
@@ -65,12 +65,12 @@ pub struct Aws {
     subnets: Vec<(String, String)>,
     ami_id: String,
     security_group_id: String,
-    /// The front runs on threads of its own, so that it answers while a test blocks and outlives a test's runtime.
+    /// The front end has its own threads, so that it answers while a test blocks and outlives a test's runtime.
     runtime: OwnRuntime,
     _emulators: [Emulator; 3],
 }
 
-/// A file that machines can fetch.
+/// A file that machines can download.
 #[derive(Clone, Debug)]
 pub struct ServedFile {
     pub url: String,
@@ -83,7 +83,7 @@ impl Aws {
         Self::start_at(dir, 0).await
     }
 
-    /// The same with the endpoint at this port of loopback; 0 takes a free one.
+    /// The same with the endpoint at this loopback port; 0 picks a free one.
     pub async fn start_at(dir: &Path, port: u16) -> Result<Self> {
         std::fs::create_dir_all(dir)?;
         let dir = dir.canonicalize()?;
@@ -92,12 +92,12 @@ impl Aws {
         Ok(Self { runtime, ..aws })
     }
 
-    /// The one URL for every service.
+    /// The single URL of all services.
     pub fn endpoint(&self) -> &str {
         &self.endpoint
     }
 
-    /// What a program needs in its environment to use this AWS through an SDK.
+    /// The environment variables an SDK client needs to use this AWS.
     pub fn env(&self) -> Vec<(String, String)> {
         let pairs = [
             ("AWS_ENDPOINT_URL", self.endpoint.as_str()),
@@ -128,7 +128,7 @@ impl Aws {
         &self.security_group_id
     }
 
-    /// Puts a rule into force, after those that are; answers its number.
+    /// Adds a rule after the active ones; returns its number.
     pub fn add_fault(&self, rule: Rule) -> u64 {
         self.front.faults.lock().unwrap().add(rule)
     }
@@ -154,7 +154,7 @@ impl Aws {
         self.calls().get(&service).and_then(|actions| actions.get(action)).copied().unwrap_or(0)
     }
 
-    /// Whether the emulated EC2 works on an answer.
+    /// Whether the emulated EC2 is processing a call.
     pub fn is_ec2_busy(&self) -> bool {
         self.front.moto.try_lock().is_err()
     }
@@ -177,28 +177,28 @@ impl Aws {
         self.front.instances.list()
     }
 
-    /// Launches and ends from now on, preceded by the launch of what runs already.
+    /// All future launches and terminations, preceded by a launch event for each running instance.
     pub fn watch_instances(&self) -> UnboundedReceiver<Event> {
         self.front.instances.watch()
     }
 
-    /// The instances whose records are written from now on, each as soon as DynamoDB has said yes.
+    /// The instances whose records are written from now on, each once DynamoDB has acknowledged the write.
     pub fn watch_records(&self) -> UnboundedReceiver<String> {
         self.front.records.watch()
     }
 
-    /// DynamoDB itself, behind the front: what goes there is neither counted nor harmed.
+    /// DynamoDB itself, without call counts or faults.
     pub fn dynamodb_url(&self) -> &str {
         &self.front.dynamodb.url
     }
 
-    /// Terminates as the cloud would, unseen by the counters and the faults.
+    /// Terminates as the cloud would, without call counts or faults.
     pub async fn terminate(&self, id: &str) -> Result<()> {
         let (front, id) = (self.front.clone(), id.to_owned());
         self.run(async move { ec2::terminate(&front, &[&id]).await }).await
     }
 
-    /// Stops an instance as its owner would at the console, unseen by the counters and the faults.
+    /// Stops an instance as its owner would at the console, without call counts or faults.
     pub async fn stop(&self, id: &str) -> Result<()> {
         let (front, id) = (self.front.clone(), id.to_owned());
         self.run(async move { ec2::stop(&front, &id).await }).await
@@ -292,7 +292,7 @@ async fn prepare(dir: PathBuf, port: u16) -> Result<Aws> {
     })
 }
 
-/// One value out of moto's answer.
+/// One value of moto's response.
 async fn learn(front: &Front, form: &Form, name: &str) -> Result<String> {
     let text = front.moto(form).await.map_err(explain)?;
     let document = Document::parse(&text)?;

@@ -1,5 +1,5 @@
-//! Connections that the front can cut: a lost response and a reset are things that happen to a connection, and no
-//! HTTP server offers them to its handlers.
+//! Connections that a handler can close or reset, to simulate a lost response. HTTP servers do not expose this to
+//! handlers.
 
 use std::{
     io,
@@ -20,17 +20,17 @@ use tokio::{
 const CLOSED: u8 = 1;
 const RESET: u8 = 2;
 
-/// A handler's hold on the connection its request came by. Once cut, nothing more is written to it.
+/// A handler's reference to its request's connection. Once closed, nothing more is written to it.
 #[derive(Clone, Default)]
 pub struct Line(Arc<AtomicU8>);
 
 impl Line {
-    /// Ends the connection without an answer.
+    /// Closes the connection without a response.
     pub fn close(&self) {
         self.0.store(CLOSED, Ordering::Release);
     }
 
-    /// Ends the connection with a TCP reset.
+    /// Closes the connection with a TCP reset.
     pub fn reset(&self) {
         self.0.store(RESET, Ordering::Release);
     }

@@ -1,8 +1,8 @@
-//! The host simulator: for each instance that is launched, its real user data runs as a process tree of its own, with
-//! its own files and metadata service, and dies with the instance.
+//! Simulates machines. Each launched instance runs its real user data in its own process tree, with its own files and
+//! metadata service, until the instance ends.
 //!
-//! A machine is a PID namespace: whatever its user data started, in whatever session, ends when the namespace's first
-//! process does, and that one ends with this program, however the program ends.
+//! A machine is a PID namespace: all its processes, in any session, end with the namespace's first process, which ends
+//! with this program even if the program is killed.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -34,10 +34,10 @@ use crate::{
     instances::{Event, Instance, InstanceState},
 };
 
-/// The machine's first process: runs the user data, then keeps the machine on, as a machine is when its boot is done.
+/// The machine's first process: runs the user data, then keeps the machine running.
 const INIT: &str = r#""$0"; echo "user data ended with $?"; while :; do sleep 3600; done"#;
 
-/// How long the files of a machine may resist their removal.
+/// How long the removal of a machine's files is retried.
 const REMOVAL_DEADLINE: Duration = Duration::from_secs(120);
 
 /// Shuts the machine down at once, whatever the arguments.
@@ -45,13 +45,13 @@ const SHUTDOWN: &str = "#!/bin/sh\nexec curl -fsS --noproxy '*' -m 300 -X POST";
 
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// A directory with the machine image's contents; each machine has a copy of its own as `$PADDOCK_ROOT`.
+    /// A directory with the machine image's contents; each machine has its own copy as `$PADDOCK_ROOT`.
     pub ami: Option<PathBuf>,
     /// The time from launch to user data.
     pub boot_delay: Duration,
-    /// No machine boots at all: somebody else plays the agents of the instances.
+    /// No machine boots: the caller simulates the agents.
     pub unmanned: bool,
-    /// The first so many machines never get to their user data.
+    /// The number of machines, from the first, that never run their user data.
     pub failing_boots: u32,
     /// Additions to the machines' environment.
     pub env: Vec<(String, String)>,
@@ -60,13 +60,13 @@ pub struct Options {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MachineState {
-    /// Its boot failed: the instance runs, nothing runs on it.
+    /// Its boot failed: the instance is running without any process.
     Dead,
     Running,
     Frozen,
 }
 
-/// All machines of an [`Aws`]. Dropped, they are gone with all their files; the instances stay.
+/// All machines of an [`Aws`]. Dropping it removes them and their files; the instances stay.
 pub struct Machines {
     park: Arc<Park>,
     runtime: Handle,
@@ -81,7 +81,7 @@ struct Park {
     failing_boots: AtomicU32,
     /// Additions to the environment of machines that boot from now on.
     env: Mutex<Vec<(String, String)>>,
-    /// `None` once the simulator has ended, so that no late boot comes after.
+    /// `None` once the simulator has stopped, so that no machine boots later.
     machines: Mutex<Option<BTreeMap<String, Machine>>>,
 }
 
@@ -90,12 +90,12 @@ struct Machine {
     frozen: bool,
     metadata: AbortHandle,
     dir: PathBuf,
-    /// What outlives it.
+    /// The part that outlives it.
     log: PathBuf,
 }
 
 impl Machines {
-    /// Runs a machine for each instance that runs now, and for each one launched from now on.
+    /// Runs a machine for each running instance and each one launched later.
     pub fn start(aws: &Aws, options: Options) -> Result<Self> {
         let probe = namespace().arg("true").output().context("machines need unshare: apt-get install util-linux")?;
         ensure!(
@@ -130,17 +130,17 @@ impl Machines {
         machines.iter().flatten().map(|(id, machine)| (id.clone(), state(machine))).collect()
     }
 
-    /// The next `count` machines never get to their user data.
+    /// The next `count` machines never run their user data.
     pub fn fail_next_boots(&self, count: u32) {
         self.park.failing_boots.store(count, Ordering::Release);
     }
 
-    /// Machines that boot from now on have these additions to their environment, instead of earlier ones.
+    /// Replaces the environment additions of machines that boot from now on.
     pub fn set_env(&self, env: Vec<(String, String)>) {
         *self.park.env.lock().unwrap() = env;
     }
 
-    /// Announces in the metadata that EC2 takes the instance away, and does so after `notice` (two minutes, in life).
+    /// Announces a spot interruption in the metadata and terminates the instance after `notice` (two minutes at EC2).
     pub fn interrupt_spot(&self, id: &str, notice: Duration) -> Result<()> {
         let (front, id) = (self.park.front.clone(), id.to_owned());
         let instance = front.instances.get(&id).with_context(|| format!("no instance {id}"))?;
@@ -150,13 +150,13 @@ impl Machines {
         self.runtime.spawn(async move {
             tokio::time::sleep(notice).await;
             if let Err(failure) = ec2::terminate(&front, &[&id]).await {
-                tracing::error!("{id} could not be taken away: {}", Failure::into_answer(failure).text());
+                tracing::error!("{id} could not be reclaimed: {}", Failure::into_answer(failure).text());
             }
         });
         Ok(())
     }
 
-    /// Stops every process of the machine where it is; its heartbeat ceases.
+    /// Pauses every process of the machine, so its heartbeat stops.
     pub fn freeze(&self, id: &str) -> Result<()> {
         self.park.signal(id, Signal::SIGSTOP)
     }
@@ -173,9 +173,9 @@ impl Machines {
         })
     }
 
-    /// What the user data and all it started printed, and what is, or at the end of the instance was, in its `/var/log`.
+    /// The output of the user data and its children, and the machine's `/var/log`, as of its end if it has ended.
     pub fn log(&self, id: &str) -> String {
-        // First what a machine that ends at this moment takes away: twice is better than not at all.
+        // Read first, because a machine that ends now removes it: duplicates are better than nothing.
         let live = files_of(&self.root(id).join("var/log")).unwrap_or_default();
         let kept = fs::read(self.park.log(id)).unwrap_or_default();
         String::from_utf8_lossy(&[kept, live].concat()).into_owned()
@@ -201,7 +201,7 @@ impl Drop for Machine {
         self.metadata.abort();
         self.process = None;
         if let Err(error) = self.keep_logs() {
-            tracing::error!("{}: its logs could not be kept: {error:#}", self.dir.display());
+            tracing::error!("{}: cannot keep the logs: {error:#}", self.dir.display());
         }
         remove(&self.dir);
     }
@@ -217,7 +217,7 @@ impl Machine {
     }
 }
 
-/// The contents of a directory's files; nothing where there is no directory.
+/// The contents of a directory's files; empty if there is no directory.
 fn files_of(dir: &Path) -> Result<Vec<u8>> {
     let Ok(files) = fs::read_dir(dir) else { return Ok(Vec::new()) };
     files.map(|file| Ok(fs::read(file?.path())?)).collect::<Result<Vec<_>>>().map(|texts| texts.concat())
@@ -233,7 +233,7 @@ impl Park {
                 Event::Launched(instance) => {
                     tokio::spawn(async move {
                         if let Err(error) = park.boot(*instance).await {
-                            tracing::error!("a machine does not boot: {error:#}");
+                            tracing::error!("machine boot failed: {error:#}");
                         }
                     });
                 }
@@ -255,7 +255,7 @@ impl Park {
         let less = |left: u32| left.checked_sub(1);
         let fails = self.failing_boots.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).is_ok();
         spawn_blocking(move || {
-            // One at a time, so that an instance that ends meanwhile leaves no machine.
+            // One at a time, so that an instance that ends during boot leaves no machine.
             let mut machines = self.machines.lock().unwrap();
             let runs = self.front.instances.get(&instance.id).is_some_and(|now| now.state == InstanceState::Running);
             let Some(machines) = machines.as_mut().filter(|_| runs) else { return Ok(()) };
@@ -269,7 +269,7 @@ impl Park {
         .await?
     }
 
-    /// Lays out the machine's files; answers the command that boots it, if there is user data to run.
+    /// Creates the machine's files; returns the command that boots it, if there is user data.
     fn install(&self, dir: &Path, instance: &Instance, metadata: &str) -> Result<Option<Command>> {
         let (root, bin) = (dir.join("root"), dir.join("bin"));
         for path in [&root, &bin, &dir.join("tmp")] {
@@ -284,7 +284,7 @@ impl Park {
         for name in ["poweroff", "halt"] {
             std::os::unix::fs::symlink("shutdown", bin.join(name))?;
         }
-        // Like cloud-init: what does not begin with #! is no script.
+        // Like cloud-init: only user data that begins with #! is a script.
         if !instance.user_data.starts_with(b"#!") {
             return Ok(None);
         }
@@ -321,10 +321,10 @@ impl Park {
                 let mut others = inhabitants(process.pid())?;
                 others.retain(|pid| reached.insert(*pid));
                 for pid in &others {
-                    // One that has just ended needs no signal.
+                    // The process may have ended already.
                     let _ = nix::sys::signal::kill(*pid, signal);
                 }
-                // One that was not stopped yet may have started another.
+                // A process may have forked before it was paused.
                 if !freezing || others.is_empty() {
                     break;
                 }
@@ -335,7 +335,7 @@ impl Park {
     }
 }
 
-/// Every process in the PID namespace that `unshare` made.
+/// Every process in the PID namespace that `unshare` created.
 fn inhabitants(unshare: u32) -> Result<Vec<Pid>> {
     let namespace = fs::read_link(format!("/proc/{unshare}/ns/pid_for_children"))?;
     ensure!(namespace != fs::read_link("/proc/self/ns/pid")?, "the machine has not begun to boot");
@@ -344,8 +344,8 @@ fn inhabitants(unshare: u32) -> Result<Vec<Pid>> {
     Ok(all.filter(lives_there).map(Pid::from_raw).collect())
 }
 
-/// Runs a command as the first process of a PID namespace of its own, with a `/proc` that shows that namespace.
-/// Without root this takes a user namespace.
+/// Runs a command as the first process of a new PID namespace, with a matching `/proc`. Without root this needs a user
+/// namespace.
 fn namespace() -> Command {
     let mut command = Command::new("unshare");
     if !geteuid().is_root() {
@@ -355,16 +355,16 @@ fn namespace() -> Command {
     command
 }
 
-/// Removes a directory whose last writers were killed a moment ago and may not be quite gone.
+/// Removes a directory whose writers were just killed and may still be exiting.
 fn remove(dir: &Path) {
     let start = Instant::now();
     while let Err(error) = fs::remove_dir_all(dir) {
-        // What is not found may be a file that another removes at the same time.
+        // NotFound may refer to a file that another process removed meanwhile.
         if error.kind() == std::io::ErrorKind::NotFound && !dir.exists() {
             return;
         }
         if start.elapsed() > REMOVAL_DEADLINE {
-            tracing::error!("{} could not be removed: {error}", dir.display());
+            tracing::error!("cannot remove {}: {error}", dir.display());
             return;
         }
         std::thread::sleep(Duration::from_millis(20));

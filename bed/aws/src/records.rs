@@ -1,4 +1,4 @@
-//! Which instances' records are written, for those who play many agents at once and cannot all look all the time.
+//! Reports which instances' records are written, so that a simulation of many agents need not poll each record.
 
 use std::sync::Mutex;
 
@@ -17,7 +17,7 @@ impl Records {
         written
     }
 
-    /// Takes note of a call that DynamoDB has answered.
+    /// Records a call that DynamoDB has answered.
     pub fn note(&self, call: &Call, answer: &Answer) {
         let mut watchers = self.0.lock().unwrap();
         if watchers.is_empty() || !answer.ok() {
@@ -53,15 +53,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn writes_of_instance_records_are_told_and_nothing_else() {
+    fn only_writes_of_instance_records_are_reported() {
         let key = |entity: &str| json!({ "PK": { "S": format!("TYPE#{entity}") }, "SK": { "S": "ID#i-1" } });
-        let told = |action: &str, body: Value| written(action, body.to_string().as_bytes());
-        assert_eq!(told("UpdateItem", json!({ "Key": key("INSTANCE") })), ["i-1"]);
-        assert_eq!(told("PutItem", json!({ "Item": key("INSTANCE") })), ["i-1"]);
-        assert!(told("PutItem", json!({ "Item": key("WS") })).is_empty());
-        assert!(told("GetItem", json!({ "Key": key("INSTANCE") })).is_empty());
+        let written_by = |action: &str, body: Value| written(action, body.to_string().as_bytes());
+        assert_eq!(written_by("UpdateItem", json!({ "Key": key("INSTANCE") })), ["i-1"]);
+        assert_eq!(written_by("PutItem", json!({ "Item": key("INSTANCE") })), ["i-1"]);
+        assert!(written_by("PutItem", json!({ "Item": key("WS") })).is_empty());
+        assert!(written_by("GetItem", json!({ "Key": key("INSTANCE") })).is_empty());
         let two = json!({ "TransactItems": [{ "Update": { "Key": key("INSTANCE") } }, { "Put": { "Item": key("INSTANCE") } }] });
-        assert_eq!(told("TransactWriteItems", two), ["i-1", "i-1"]);
-        assert!(told("UpdateItem", json!("no object")).is_empty());
+        assert_eq!(written_by("TransactWriteItems", two), ["i-1", "i-1"]);
+        assert!(written_by("UpdateItem", json!("no object")).is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! What SQS may do and ElasticMQ never does: deliver twice, late, out of order, after deletion, or falsely nothing.
+//! SQS behaviour that ElasticMQ never shows: duplicate, late, unordered or deleted messages, and false empty receives.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -15,14 +15,14 @@ use crate::{
     front::{Front, Outcome},
 };
 
-/// The most that one receive returns.
+/// The maximum number of messages of one receive.
 const BATCH: usize = 10;
 
 #[derive(Default)]
 pub struct Queues {
     /// Messages that the next receive of a queue delivers once more.
     echoes: Mutex<HashMap<String, Vec<Value>>>,
-    /// Every message handed out, by receipt handle.
+    /// Every delivered message, by receipt handle.
     issued: Mutex<HashMap<String, Value>>,
 }
 
@@ -64,7 +64,7 @@ pub async fn perform(front: &Front, call: Call, quirk: Option<Effect>) -> Outcom
     Ok(answer)
 }
 
-/// The header by which SDKs tell SQS's errors apart: the codes of its older protocol. ElasticMQ has only the newer.
+/// The header with the error codes of SQS's older protocol, which SDKs rely on and ElasticMQ does not send.
 pub fn query_error(code: &str, status: u16) -> Option<(HeaderName, HeaderValue)> {
     let prefix = match code {
         "QueueDoesNotExist" => return query_error("AWS.SimpleQueueService.NonExistentQueue", status),
@@ -127,14 +127,14 @@ async fn receive(front: &Front, call: &Call, quirk: Option<Effect>) -> Outcome<A
     Ok(Answer::json(&if delivered.is_empty() { json!({}) } else { json!({ "Messages": delivered }) }))
 }
 
-/// SQS deletes what is deleted already without complaint; ElasticMQ complains.
+/// Deleting a deleted message succeeds at SQS and fails at ElasticMQ.
 async fn delete(front: &Front, call: &Call) -> Outcome<Answer> {
     let request = body(call)?;
     let answer = front.forward(call, call.body.clone()).await?;
     let known = front.queues.issued(text(&request, "ReceiptHandle"));
     let Some(message) = known else { return Ok(answer) };
     if answer.ok() {
-        haunt(front, text(&request, "QueueUrl"), message);
+        redeliver_deleted(front, text(&request, "QueueUrl"), message);
         return Ok(answer);
     }
     Ok(if answer.text().contains("ReceiptHandleIsInvalid") { Answer::json(&json!({})) } else { answer })
@@ -151,7 +151,7 @@ async fn delete_batch(front: &Front, call: &Call) -> Outcome<Answer> {
         entries(&request, "Entries").map(|entry| (text(entry, "Id"), text(entry, "ReceiptHandle"))).collect();
     let known = |entry: &Value| front.queues.issued(handles.get(text(entry, "Id")).copied().unwrap_or_default());
     for message in entries(&result, "Successful").filter_map(known) {
-        haunt(front, text(&request, "QueueUrl"), message);
+        redeliver_deleted(front, text(&request, "QueueUrl"), message);
     }
     let gone: HashSet<&str> = entries(&result, "Failed")
         .filter(|entry| text(entry, "Code").contains("ReceiptHandleIsInvalid") && known(entry).is_some())
@@ -163,15 +163,15 @@ async fn delete_batch(front: &Front, call: &Call) -> Outcome<Answer> {
     Ok(Answer::json(&json!({ "Successful": successful, "Failed": failed })))
 }
 
-/// Lets a deleted message come back, if a rule says so.
-fn haunt(front: &Front, queue: &str, message: Value) {
+/// Redelivers a deleted message if a rule says so.
+fn redeliver_deleted(front: &Front, queue: &str, message: Value) {
     let effect = front.faults.lock().unwrap().on_message("DeleteMessage", text(&message, "Body"));
     if effect == Some(Effect::AfterDeletion) {
         front.queues.echo(queue, message);
     }
 }
 
-/// Puts a received message back for so long.
+/// Hides a received message for this long.
 async fn hide(front: &Front, queue: &str, message: &Value, seconds: u32) -> Outcome<()> {
     let body = json!({ "QueueUrl": queue, "ReceiptHandle": message["ReceiptHandle"], "VisibilityTimeout": seconds });
     let headers =

@@ -1,4 +1,4 @@
-//! The little XML that the front reads and writes.
+//! Minimal XML reading and writing for the front end.
 
 use roxmltree::{Document, Node};
 
@@ -14,7 +14,7 @@ pub fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
     node.children().find(|child| child.has_tag_name_local(name))
 }
 
-/// The text at a path of child elements; `None` where the path ends early or the element is empty.
+/// The text at a path of child elements; `None` if an element is missing or empty.
 pub fn text<'a>(node: Node<'a, '_>, path: &[&str]) -> Option<&'a str> {
     path.iter().try_fold(node, |node, name| child(node, name))?.text()
 }
@@ -34,7 +34,7 @@ pub fn tags(node: Node<'_, '_>) -> Vec<(String, String)> {
     items(node, "tagSet").into_iter().filter_map(pair).collect()
 }
 
-/// EC2's answers have a namespace that says nothing.
+/// Compares names without the namespace of EC2's responses.
 trait LocalName {
     fn has_tag_name_local(&self, name: &str) -> bool;
 }

@@ -23,7 +23,7 @@ use crate::{
 
 type Reply = Result<Json<Value>, Problem>;
 
-/// A wish that cannot be granted, and why.
+/// A rejected admin request, with its reason.
 struct Problem(anyhow::Error);
 
 impl From<anyhow::Error> for Problem {

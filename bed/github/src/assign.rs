@@ -12,13 +12,13 @@ pub struct Idle<'a> {
     pub labels: &'a [String],
 }
 
-/// A runner serves a job when it has every label that the job asks for, whatever the case.
+/// A runner matches a job if it has all the job's labels, compared without case.
 pub fn serves(runner: &[String], job: &[String]) -> bool {
     job.iter().all(|wanted| runner.iter().any(|label| crate::model::same(label, wanted)))
 }
 
-/// Gives each job, in order, to any runner that serves it and may see it. GitHub promises no more than "any": `pick`
-/// chooses among the candidates (their number in, an index out).
+/// Assigns each job, in order, to a runner that matches it and may access its repository. GitHub guarantees no order
+/// among the candidates: `pick` gets their number and returns an index.
 pub fn assign<'a>(
     jobs: impl IntoIterator<Item = Wanted<'a>>,
     mut idle: Vec<Idle<'a>>,

@@ -1,4 +1,4 @@
-//! Who is calling, and what may they touch.
+//! Authentication and authorisation of API calls.
 
 use std::sync::OnceLock;
 
@@ -38,7 +38,7 @@ impl Caller {
         }
     }
 
-    /// GitHub hides what a token may not see: 404. What it may see but not do is 403.
+    /// Like GitHub: 404 for what a token may not see, 403 for what it may see but not do.
     pub fn may(&self, world: &World, scope: &Scope, permission: &str, level: &str) -> Result<(), Refusal> {
         match self {
             Self::App(_) => Err(bad_credentials()),
@@ -70,8 +70,8 @@ pub fn bad_credentials() -> Refusal {
     Refusal::new(StatusCode::UNAUTHORIZED, "Bad credentials")
 }
 
-/// Reads the `Authorization` header. Tokens live by the simulator's clock (`now`); a JWT is stamped by the caller's own,
-/// which tests do not move (`wall`).
+/// Reads the `Authorization` header. Tokens expire by the simulator's clock (`now`), JWTs by the real one (`wall`),
+/// which tests do not move.
 pub fn authenticate(
     world: &World,
     header: Option<&str>,
@@ -144,9 +144,9 @@ fn app_of_jwt(world: &World, jwt: &str, wall: Timestamp) -> Result<u64, Refusal>
     app.map(|app| app.id).ok_or_else(|| Refusal::new(StatusCode::NOT_FOUND, "Integration not found"))
 }
 
-/// The key pair of all simulated Apps: RSA as GitHub's, made once in a program because that takes a moment.
+/// The RSA key pair of all simulated Apps, generated once per program because that is slow.
 pub struct AppKey {
-    /// PKCS#1 in PEM, the form in which GitHub hands it out.
+    /// PKCS#1 in PEM, as GitHub provides it.
     pub private_pem: String,
     public: Vec<u8>,
 }

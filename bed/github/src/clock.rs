@@ -1,11 +1,11 @@
-//! The simulator's time: the real clock plus what a test has added to it.
+//! The simulator's time: the real clock plus an offset set by tests.
 
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use tokio::sync::watch;
 
-/// A clock that tests move forward; whoever sleeps by it wakes when it jumps.
+/// A clock that tests can advance; sleeping tasks wake when it jumps.
 pub struct Clock {
     ahead: watch::Sender<SignedDuration>,
 }
@@ -42,7 +42,7 @@ impl Clock {
     }
 }
 
-/// A time as GitHub writes it: UTC, whole seconds.
+/// A time in GitHub's format: UTC, whole seconds.
 pub(crate) fn stamp(time: Timestamp) -> String {
     time.strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
 }

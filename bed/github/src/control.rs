@@ -1,4 +1,4 @@
-//! What tests do to the simulated GitHub, as methods; `admin` offers the same over HTTP.
+//! Test controls of the simulated GitHub; `admin` exposes the same over HTTP.
 
 use std::{
     collections::BTreeMap,
@@ -21,10 +21,10 @@ use crate::{
     world::{World, secret},
 };
 
-/// How often those who wait look again though nothing has changed: a runner goes offline by the passing of time alone.
-const LOOK: Duration = Duration::from_millis(200);
+/// How often waits check again without a change: a runner goes offline when time passes, which is no change.
+const WAIT_POLL: Duration = Duration::from_millis(200);
 
-/// A handle on the simulator; clones act on the same one.
+/// A handle of the simulator; clones share it.
 #[derive(Clone)]
 pub struct Control {
     pub(crate) hub: Arc<Hub>,
@@ -40,12 +40,12 @@ pub struct Calls {
 }
 
 impl Control {
-    /// The address to give as `--github-api-url`, in the form that GitHub Enterprise Server has.
+    /// The value for `--github-api-url`, in the form of GitHub Enterprise Server.
     pub fn api_url(&self) -> String {
         self.hub.read(|world, _| world.api.clone())
     }
 
-    /// The address that stands for `https://github.com`: runners register at `<this>/<owner>[/<repository>]`.
+    /// The equivalent of `https://github.com`: runners register at `<this>/<owner>[/<repository>]`.
     pub fn html_url(&self) -> String {
         self.hub.read(|world, _| world.html.clone())
     }
@@ -54,7 +54,7 @@ impl Control {
         &self.hub.clock
     }
 
-    /// Moves the simulator's time, and lets what became due happen before this returns.
+    /// Advances the simulator's time and processes everything that became due.
     pub fn advance(&self, by: Duration) {
         self.hub.clock.advance(by);
         self.hub.change(|_, _| ());
@@ -68,7 +68,7 @@ impl Control {
         self.hub.change(|world, _| world.ensure_owner(login, OwnerKind::User))
     }
 
-    /// Makes a repository. A public one is served only by groups that allow it, as at GitHub.
+    /// Creates a repository. Like at GitHub, only groups that allow public repositories serve a public one.
     pub fn repository(&self, owner: &str, name: &str, private: bool) -> Result<Repository> {
         self.hub.change(|world, _| {
             let owner = world.owner(owner).cloned().with_context(|| format!("nobody is called '{owner}'"))?;
@@ -84,7 +84,7 @@ impl Control {
         })
     }
 
-    /// Installs an App for all repositories of an owner, with the permissions that a runner operator asks for.
+    /// Installs an App for all repositories of an owner, with the permissions that a runner operator needs.
     pub fn install(&self, app: u64, owner: &str) -> Result<u64> {
         self.hub.change(|world, now| {
             let owner = world.owner(owner).with_context(|| format!("nobody is called '{owner}'"))?.login.clone();
@@ -110,7 +110,7 @@ impl Control {
         })
     }
 
-    /// Narrows an installation: to some permissions, to some repositories.
+    /// Restricts an installation to some permissions and repositories.
     pub fn restrict(&self, installation: u64, permissions: Option<Map<String, Value>>, repositories: Option<Vec<u64>>) {
         self.hub.change(|world, _| {
             if let Some(known) = world.installations.iter_mut().find(|known| known.id == installation) {
@@ -139,7 +139,7 @@ impl Control {
         token
     }
 
-    /// Makes a hook (an App has one: it is replaced) and pings it.
+    /// Creates a hook and pings it. An App has only one, which is replaced.
     pub fn hook(&self, source: HookSource, url: &str, secret: &str) -> u64 {
         let (id, ping) = self.hub.note(|world, now| {
             if matches!(source, HookSource::App(_)) {
@@ -163,8 +163,8 @@ impl Control {
 
     /// Sends the webhooks that a [`crate::HookEffect::Hold`] kept back.
     pub fn release_hooks(&self, reverse: bool) {
-        let parcels = self.hub.note(|world, _| world.release_held(reverse));
-        self.hub.send(parcels);
+        let held = self.hub.note(|world, _| world.release_held(reverse));
+        self.hub.send(held);
     }
 
     pub fn deliveries(&self) -> Vec<Delivery> {
@@ -182,7 +182,7 @@ impl Control {
         self.hub.change(|world, _| world.approve_job(id));
     }
 
-    /// Ends a job; the program of a runner that works on it is told and ends it.
+    /// Finishes a job; a runner that is running it is notified and ends it.
     pub fn finish_job(&self, id: u64, conclusion: Conclusion) {
         self.hub.change(|world, now| world.stop_job(id, conclusion, now));
     }
@@ -191,7 +191,7 @@ impl Control {
         self.finish_job(id, Conclusion::Cancelled);
     }
 
-    /// Ends a run whatever its jobs do, as GitHub does at times with jobs still queued.
+    /// Completes a run regardless of its jobs, as GitHub sometimes does while jobs are queued.
     pub fn finish_run(&self, id: u64, conclusion: Conclusion) {
         self.hub.change(|world, now| world.finish_run(id, conclusion, now));
     }
@@ -212,7 +212,7 @@ impl Control {
         self.runners().into_iter().find(|runner| same(&runner.name, name))
     }
 
-    /// A runner beside `like`, in the same place with the same labels, that nobody plays: a leftover.
+    /// Creates a leftover runner: same scope and labels as `like`, but without a process.
     pub fn add_runner(&self, like: &Runner, name: &str) {
         self.hub.change(|world, now| {
             let mut runner = world.add_runner(like.scope.clone(), name, like.group_id, true, now);
@@ -225,12 +225,12 @@ impl Control {
         self.runner(name).is_some_and(|runner| runner.online(self.hub.clock.now(), self.hub.options.offline_after))
     }
 
-    /// Plays the runner's program: it is online, takes a job and finishes it when its duration is over.
+    /// Simulates the runner: it is online, takes a job and finishes it after its duration.
     pub fn play_runner(&self, name: &str) -> Result<()> {
         self.set_session(name, Session::Played)
     }
 
-    /// Ends the runner's session, as if its machine had gone; a job that it has stays with it and is lost in time.
+    /// Ends the runner's session, as if its machine had died; its job fails after `lost_after`.
     pub fn lose_runner(&self, name: &str) -> Result<()> {
         let now = self.hub.clock.now();
         self.set_session(name, Session::Connected { polls: 0, last_seen: now })
@@ -263,7 +263,7 @@ impl Control {
         calls.map(|((method, route, account), count)| Calls { method, route, account, count }).collect()
     }
 
-    /// Calls of a route (`/orgs/{org}/actions/runners`) by anybody.
+    /// Calls of a route (`/orgs/{org}/actions/runners`) by all callers.
     pub fn count(&self, method: &str, route: &str) -> u64 {
         let fitting = self.calls().into_iter().filter(|call| call.method == method && call.route == route);
         fitting.map(|call| call.count).sum()
@@ -273,7 +273,7 @@ impl Control {
         self.hub.note(|world, _| world.calls.clear());
     }
 
-    /// Where the simulator, or whoever called it, departed from what GitHub publishes; empty without `validate`.
+    /// Where the simulator or a caller violated GitHub's published schemas; empty without `validate`.
     pub async fn violations(&self) -> Vec<String> {
         match &self.hub.checker {
             Some(checker) => checker.violations().await,
@@ -281,17 +281,17 @@ impl Control {
         }
     }
 
-    /// Waits until a job looks as wanted; an error that shows it after `deadline`.
+    /// Waits until a job is as wanted; after `deadline` the error shows it.
     pub async fn until_job(&self, id: u64, deadline: Duration, wanted: impl Fn(&Job) -> bool) -> Result<Job> {
         let found = self.until(deadline, |world, _| world.jobs.get(&id).filter(|job| wanted(job)).cloned()).await;
         found.with_context(|| format!("job {id} is not as expected after {deadline:?}: {:?}", self.job(id)))
     }
 
     pub async fn until_online(&self, name: &str, online: bool, deadline: Duration) -> Result<()> {
-        let patience = self.hub.options.offline_after;
+        let offline_after = self.hub.options.offline_after;
         let seen = |world: &World, now: Timestamp| {
             let runner = world.runners.values().find(|runner| same(&runner.name, name));
-            (runner.is_some_and(|runner| runner.online(now, patience)) == online).then_some(())
+            (runner.is_some_and(|runner| runner.online(now, offline_after)) == online).then_some(())
         };
         let found = self.until(deadline, seen).await;
         found.with_context(|| {
@@ -299,11 +299,11 @@ impl Control {
         })
     }
 
-    async fn until<R>(&self, deadline: Duration, mut look: impl FnMut(&World, Timestamp) -> Option<R>) -> Option<R> {
+    async fn until<R>(&self, deadline: Duration, mut check: impl FnMut(&World, Timestamp) -> Option<R>) -> Option<R> {
         let start = Instant::now();
         loop {
             let left = deadline.checked_sub(start.elapsed())?;
-            if let Ok(found) = tokio::time::timeout(left.min(LOOK), self.hub.until(&mut look)).await {
+            if let Ok(found) = tokio::time::timeout(left.min(WAIT_POLL), self.hub.until(&mut check)).await {
                 return Some(found);
             }
         }

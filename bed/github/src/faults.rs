@@ -1,4 +1,4 @@
-//! Faults on demand: rules for requests to come.
+//! Fault injection rules for future requests.
 
 use std::time::Duration;
 
@@ -16,30 +16,30 @@ use crate::{model::signed, world::World};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Effect {
-    /// Answers with an error instead of doing anything: with `retry-after`, with a spent rate limit that resets in so
-    /// many seconds, or with neither.
+    /// Answers with an error and does nothing else: with `retry-after`, with an exhausted rate limit that resets after
+    /// this many seconds, or with neither.
     Status { status: u16, retry_after: Option<u64>, reset_in: Option<u64> },
-    /// Carried out later, by the simulator's clock.
+    /// Executed after a delay, by the simulator's clock.
     DelayMs(u64),
     /// Never answers.
     Hang,
-    /// The connection ends before anything is done.
+    /// The connection closes before the request is executed.
     Drop,
-    /// The request is carried out, then the connection ends without an answer.
+    /// The request is executed, then the connection closes without a response.
     LostResponse,
 }
 
-/// A rule: the first whose method and path fit decides. `path` is the route without the `/api/v3` prefix; `*` stands
-/// for any text (`/orgs/*/actions/runners*`).
+/// A rule: the first one with a matching method and path applies. `path` is the route without the `/api/v3` prefix;
+/// `*` stands for any text (`/orgs/*/actions/runners*`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
     #[serde(default)]
     pub method: Option<String>,
     pub path: String,
-    /// How many requests go by before it begins.
+    /// How many matching requests pass first.
     #[serde(default)]
     pub skip: u32,
-    /// How many requests it hits; without it, all.
+    /// How many requests it affects; all, if omitted.
     #[serde(default)]
     pub times: Option<u32>,
     pub effect: Effect,
@@ -55,7 +55,7 @@ impl Fault {
     }
 }
 
-/// Does the pattern, with `*` for any text, describe the whole text?
+/// Whether the pattern, with `*` for any text, matches the whole text.
 pub fn fits(pattern: &str, text: &str) -> bool {
     match pattern.split_once('*') {
         None => pattern == text,
@@ -67,7 +67,7 @@ pub fn fits(pattern: &str, text: &str) -> bool {
 }
 
 impl World {
-    /// The fault that this request meets, used up by one.
+    /// The fault for this request; its counter is decremented.
     pub fn fault_for(&mut self, method: &str, path: &str) -> Option<Effect> {
         let applies = |fault: &Fault| {
             fault.method.as_ref().is_none_or(|wanted| wanted.eq_ignore_ascii_case(method))
@@ -86,7 +86,7 @@ impl World {
     }
 }
 
-/// The answer of [`Effect::Status`], in the words that GitHub has for it.
+/// The response for [`Effect::Status`], with GitHub's own message.
 pub fn refusal(status: u16, retry_after: Option<u64>, reset_in: Option<u64>, now: Timestamp) -> Response {
     let message = match status {
         403 | 429 if reset_in.is_some() => "API rate limit exceeded for installation.",
@@ -108,7 +108,7 @@ pub fn refusal(status: u16, retry_after: Option<u64>, reset_in: Option<u64>, now
     answer
 }
 
-/// Ends the connection without a word: the server's task for it unwinds, silently, and its socket closes.
+/// Closes the connection without a response: the server's task for it unwinds silently.
 pub fn drop_connection() -> ! {
     std::panic::resume_unwind(Box::new("the connection is dropped by a fault"))
 }

@@ -1,4 +1,4 @@
-//! What every request of the API passes: faults, credentials, rate limits, counting, and the check of the answer.
+//! The API's middleware: faults, credentials, rate limits, counters, and schema checks.
 
 use std::{sync::Arc, time::Duration};
 
@@ -28,14 +28,14 @@ pub const PREFIX: &str = "/api/v3";
 /// Bodies larger than this are refused; GitHub's requests are small.
 const BODY_LIMIT: usize = 25 << 20;
 
-/// Whose call it is when that cannot be told.
+/// The caller if it cannot be identified.
 const ANONYMOUS: &str = "anonymous";
 
 fn without_prefix(path: &str) -> &str {
     path.strip_prefix(PREFIX).unwrap_or(path)
 }
 
-/// Lets the faults have their way with a request, to the API or to the runners' service.
+/// Applies faults to a request to the API or to the runners' service.
 pub async fn faults(State(hub): State<Arc<Hub>>, request: Request, next: Next) -> Response {
     let path = without_prefix(request.uri().path());
     match hub.note(|world, _| world.fault_for(request.method().as_str(), path)) {
@@ -57,14 +57,14 @@ pub async fn faults(State(hub): State<Arc<Hub>>, request: Request, next: Next) -
     }
 }
 
-/// Counts a call under its route, as the table of routes names it.
+/// Counts a call by its route pattern.
 fn count(hub: &Hub, request: &Request, account: &str) {
     let route = request.extensions().get::<MatchedPath>().map_or(request.uri().path(), MatchedPath::as_str);
     let key = (request.method().to_string(), without_prefix(route).to_owned(), account.to_owned());
     hub.note(|world, _| *world.calls.entry(key).or_default() += 1);
 }
 
-/// Credentials, limits and the check of what goes in and out.
+/// Checks credentials, limits, and the schemas of request and response.
 pub async fn api(State(hub): State<Arc<Hub>>, mut request: Request, next: Next) -> Response {
     let header = request.headers().get("authorization").and_then(|value| value.to_str().ok()).map(str::to_owned);
     let caller = hub.read(|world, now| authenticate(world, header.as_deref(), now, Timestamp::now()));
@@ -92,7 +92,7 @@ pub async fn api(State(hub): State<Arc<Hub>>, mut request: Request, next: Next) 
     answer
 }
 
-/// One call off the primary limit, and the secondary ones where they are on; the refusal when one is spent.
+/// Counts a call against the primary limit and any secondary ones; returns the refusal if one is exhausted.
 fn take(hub: &Hub, request: &Request, account: &str) -> Option<Response> {
     let limits = &hub.options;
     let jit = request.method() == Method::POST && request.uri().path().ends_with("/generate-jitconfig");
@@ -127,8 +127,7 @@ fn rate_headers(hub: &Hub, account: &str, answer: &mut Response) {
     headers.insert("x-github-media-type", HeaderValue::from_static("github.v3; format=json"));
 }
 
-/// Links lead back to the address that the client called, where it is not the simulator's own: behind a forwarder the
-/// latter may not be reachable.
+/// Rewrites links to the address that the client called: behind a forwarder the simulator's own may be unreachable.
 pub async fn links(State(hub): State<Arc<Hub>>, request: Request, next: Next) -> Response {
     let called = request.headers().get(HOST).and_then(|host| host.to_str().ok()).map(|host| format!("http://{host}"));
     let own = hub.read(|world, _| world.html.clone());
@@ -155,7 +154,7 @@ async fn relink(answer: Response, own: &str, called: &str) -> Response {
     Response::from_parts(parts, body)
 }
 
-/// Counts a request as being served for as long as it is, slow and hung ones too.
+/// Counts a request as in flight until it ends, including slow and hung ones.
 pub async fn in_flight(State(hub): State<Arc<Hub>>, request: Request, next: Next) -> Response {
     let _guard = InFlight::new(&hub);
     next.run(request).await

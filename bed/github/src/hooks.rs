@@ -1,4 +1,4 @@
-//! Webhooks: who hears of an event, what goes wrong on the way, and the log of what was sent.
+//! Webhooks: event subscriptions, delivery faults, and the delivery log.
 
 use std::{
     collections::HashMap,
@@ -26,7 +26,7 @@ use crate::{
 pub enum HookSource {
     /// The one hook of an App, for all owners that installed it.
     App(u64),
-    /// A hook that an owner made in the settings.
+    /// A hook that an owner created in the settings.
     Owner(String),
 }
 
@@ -39,23 +39,23 @@ pub struct Hook {
     pub secret: String,
 }
 
-/// What happens to a webhook on its way.
+/// A fault of webhook delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HookEffect {
-    /// It does not arrive; the delivery log says so.
+    /// It does not arrive; the delivery log shows the failure.
     Drop,
-    /// It does not arrive and the log knows nothing of it.
+    /// It does not arrive, and the log does not contain it.
     Vanish,
     /// It arrives twice.
     Duplicate,
     /// It arrives later, by the simulator's clock.
     DelayMs(u64),
-    /// It waits until [`crate::GitHub::release_hooks`], which may also turn the order round.
+    /// It is held until [`crate::GitHub::release_hooks`], which may also reverse the order.
     Hold,
 }
 
-/// A rule for webhooks to come; without event or action it fits all, without `times` for ever.
+/// A rule for future webhooks. Without event or action it matches all, without `times` it never expires.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct HookFault {
     pub event: Option<String>,
@@ -79,7 +79,7 @@ pub struct Delivery {
     pub body: String,
     pub held: bool,
     pub outcome: Option<Outcome>,
-    /// Deliveries of one run go out in order.
+    /// Deliveries of one run are sent in order.
     #[serde(skip)]
     run: u64,
 }
@@ -98,16 +98,16 @@ impl Outcome {
     }
 }
 
-/// A delivery on its way out.
-pub(crate) struct Parcel {
+/// A delivery to be sent.
+pub(crate) struct PendingDelivery {
     delivery: u64,
     copies: u32,
     delay: Duration,
 }
 
 impl World {
-    /// Writes a delivery for each hook that listens to the event, and decides its fate.
-    pub(crate) fn enqueue(&mut self, event: Event, now: Timestamp) -> Vec<Parcel> {
+    /// Logs a delivery for each hook that is subscribed to the event, and applies the fault rules.
+    pub(crate) fn enqueue(&mut self, event: Event, now: Timestamp) -> Vec<PendingDelivery> {
         let owner = self.repository_by_id(event.repository).owner.clone();
         let listens = |hook: &Hook| match &hook.source {
             HookSource::Owner(login) => same(login, &owner).then_some(None),
@@ -122,7 +122,7 @@ impl World {
             }
         };
         let targets: Vec<_> = self.hooks.iter().filter_map(|hook| Some((hook.id, listens(hook)?))).collect();
-        let mut parcels = vec![];
+        let mut pending = vec![];
         for (hook, installation_id) in targets {
             let effect = self.hook_effect(event.name, &event.action);
             if effect == Some(HookEffect::Vanish) {
@@ -135,18 +135,18 @@ impl World {
             let delivery = self.log_delivery(hook, event.name, payload, event.run, now);
             delivery.installation_id = installation_id;
             delivery.repository_id = Some(event.repository);
-            let send = |copies, delay| Parcel { delivery: delivery.id, copies, delay };
+            let send = |copies, delay| PendingDelivery { delivery: delivery.id, copies, delay };
             match effect {
-                None | Some(HookEffect::Vanish) => parcels.push(send(1, Duration::ZERO)),
-                Some(HookEffect::Duplicate) => parcels.push(send(2, Duration::ZERO)),
-                Some(HookEffect::DelayMs(ms)) => parcels.push(send(1, Duration::from_millis(ms))),
+                None | Some(HookEffect::Vanish) => pending.push(send(1, Duration::ZERO)),
+                Some(HookEffect::Duplicate) => pending.push(send(2, Duration::ZERO)),
+                Some(HookEffect::DelayMs(ms)) => pending.push(send(1, Duration::from_millis(ms))),
                 Some(HookEffect::Hold) => delivery.held = true,
                 Some(HookEffect::Drop) => {
                     delivery.outcome = Some(Outcome::failed(0.0, 502, "failed to connect to host"));
                 }
             }
         }
-        parcels
+        pending
     }
 
     fn log_delivery(
@@ -187,8 +187,8 @@ impl World {
         Some(fault.effect)
     }
 
-    /// The hook says hello, as GitHub does when one is made.
-    pub(crate) fn ping(&mut self, hook: u64, now: Timestamp) -> Parcel {
+    /// The ping event that GitHub sends when a hook is created.
+    pub(crate) fn ping(&mut self, hook: u64, now: Timestamp) -> PendingDelivery {
         let at = self.hooks.iter().find(|known| known.id == hook).expect("just made");
         let payload = json!({
             "zen": "Keep it logically awesome.",
@@ -205,23 +205,27 @@ impl World {
             },
         });
         let Value::Object(payload) = payload else { unreachable!("written with braces") };
-        Parcel { delivery: self.log_delivery(hook, "ping", payload, hook, now).id, copies: 1, delay: Duration::ZERO }
+        PendingDelivery {
+            delivery: self.log_delivery(hook, "ping", payload, hook, now).id,
+            copies: 1,
+            delay: Duration::ZERO,
+        }
     }
 
-    /// Sends what was sent before again: the same guid and body under a new id.
-    pub(crate) fn redeliver(&mut self, id: u64, now: Timestamp) -> Option<Parcel> {
+    /// Redelivers: the same guid and body under a new id.
+    pub(crate) fn redeliver(&mut self, id: u64, now: Timestamp) -> Option<PendingDelivery> {
         let mut again = self.deliveries.iter().find(|delivery| delivery.id == id)?.clone();
         again.id = self.id();
         (again.redelivery, again.delivered_at, again.outcome, again.held) = (true, now, None, false);
-        let parcel = Parcel { delivery: again.id, copies: 1, delay: Duration::ZERO };
+        let pending = PendingDelivery { delivery: again.id, copies: 1, delay: Duration::ZERO };
         self.deliveries.push(again);
-        Some(parcel)
+        Some(pending)
     }
 
-    pub(crate) fn release_held(&mut self, reverse: bool) -> Vec<Parcel> {
+    pub(crate) fn release_held(&mut self, reverse: bool) -> Vec<PendingDelivery> {
         let held = self.deliveries.iter_mut().filter(|delivery| delivery.held).map(|delivery| {
             delivery.held = false;
-            Parcel { delivery: delivery.id, copies: 1, delay: Duration::ZERO }
+            PendingDelivery { delivery: delivery.id, copies: 1, delay: Duration::ZERO }
         });
         let mut held: Vec<_> = held.collect();
         if reverse {
@@ -231,13 +235,13 @@ impl World {
     }
 }
 
-/// For each hook and run, the end of the delivery that goes before the next one.
-pub(crate) type Tails = HashMap<(u64, u64), oneshot::Receiver<()>>;
+/// For each hook and run, completes when the latest delivery has ended; the next one waits for it.
+pub(crate) type LastDeliveries = HashMap<(u64, u64), oneshot::Receiver<()>>;
 
-/// Sends a parcel in the background, after those of the same run that are not delayed.
-pub(crate) fn send(hub: &Arc<Hub>, parcel: Parcel) {
+/// Sends a delivery in the background, after earlier ones of the same run that are not delayed.
+pub(crate) fn send(hub: &Arc<Hub>, pending: PendingDelivery) {
     let found = hub.read(|world, _| {
-        let delivery = world.deliveries.iter().rfind(|delivery| delivery.id == parcel.delivery)?.clone();
+        let delivery = world.deliveries.iter().rfind(|delivery| delivery.id == pending.delivery)?.clone();
         let hook = world.hooks.iter().find(|hook| hook.id == delivery.hook)?.clone();
         Some((delivery, hook))
     });
@@ -246,18 +250,18 @@ pub(crate) fn send(hub: &Arc<Hub>, parcel: Parcel) {
         checker.webhook(&delivery.event, &delivery.body);
     }
     let (sent, receiver) = oneshot::channel();
-    let previous = match parcel.delay.is_zero() {
-        true => hub.tails.lock().expect("no panic while held").insert((hook.id, delivery.run), receiver),
+    let previous = match pending.delay.is_zero() {
+        true => hub.last_deliveries.lock().expect("no panic while held").insert((hook.id, delivery.run), receiver),
         false => None,
     };
-    let (hub, due) = (Arc::clone(hub), hub.clock.now() + signed(parcel.delay));
+    let (hub, due) = (Arc::clone(hub), hub.clock.now() + signed(pending.delay));
     tokio::spawn(async move {
         let _hold_back_the_next: oneshot::Sender<()> = sent;
         hub.clock.sleep_until(due).await;
         if let Some(previous) = previous {
             let _ = previous.await;
         }
-        for _ in 0..parcel.copies {
+        for _ in 0..pending.copies {
             let outcome = post(&hub, &hook, &delivery).await;
             hub.change(|world, _| {
                 if let Some(logged) = world.deliveries.iter_mut().rfind(|logged| logged.id == delivery.id) {

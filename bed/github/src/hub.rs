@@ -1,4 +1,4 @@
-//! The one place where state changes: each change settles the world, wakes who waits and sends what was said.
+//! All state changes go through here: each change settles the world, wakes waiting tasks and sends webhooks.
 
 use std::{
     collections::HashMap,
@@ -11,20 +11,20 @@ use tokio::sync::watch;
 use crate::{
     Options,
     clock::Clock,
-    hooks::{self, Parcel, Tails},
+    hooks::{self, LastDeliveries, PendingDelivery},
     schema::Checker,
     world::World,
 };
 
 pub struct Hub {
     world: Mutex<World>,
-    /// Held from a change until all that follows from it is said: what came later is never said before.
-    turn: Mutex<()>,
+    /// Held from a change until its webhooks are queued, so that they are sent in the order of the changes.
+    change_lock: Mutex<()>,
     pub clock: Clock,
     pub options: Options,
     pub http: reqwest::Client,
     pub checker: Option<Checker>,
-    pub(crate) tails: Mutex<Tails>,
+    pub(crate) last_deliveries: Mutex<LastDeliveries>,
     changed: watch::Sender<u64>,
     due: watch::Sender<Option<Timestamp>>,
 }
@@ -33,61 +33,62 @@ impl Hub {
     pub fn new(world: World, options: Options) -> Self {
         Self {
             world: Mutex::new(world),
-            turn: Mutex::new(()),
+            change_lock: Mutex::new(()),
             clock: Clock::default(),
-            // A connection for each webhook: one that is kept may have lost its other end when the next is sent.
+            // A new connection for each webhook: the receiver may have closed a kept one.
             http: reqwest::Client::builder().pool_max_idle_per_host(0).build().expect("a client can be built"),
             checker: options.validate.then(Checker::start),
             options,
-            tails: Mutex::new(HashMap::new()),
+            last_deliveries: Mutex::new(HashMap::new()),
             changed: watch::Sender::new(0),
             due: watch::Sender::new(None),
         }
     }
 
-    pub fn read<R>(&self, look: impl FnOnce(&World, Timestamp) -> R) -> R {
-        look(&self.world.lock().expect("no panic while held"), self.clock.now())
+    pub fn read<R>(&self, read: impl FnOnce(&World, Timestamp) -> R) -> R {
+        read(&self.world.lock().expect("no panic while held"), self.clock.now())
     }
 
-    /// Changes something that nobody waits for (counters, logs).
+    /// Changes state that no task waits for (counters, logs).
     pub fn note<R>(&self, change: impl FnOnce(&mut World, Timestamp) -> R) -> R {
         change(&mut self.world.lock().expect("no panic while held"), self.clock.now())
     }
 
     pub fn change<R>(self: &Arc<Self>, change: impl FnOnce(&mut World, Timestamp) -> R) -> R {
-        let _turn = self.turn.lock().expect("no panic while held");
-        let (result, due, parcels) = self.note(|world, now| {
+        let _lock = self.change_lock.lock().expect("no panic while held");
+        let (result, due, deliveries) = self.note(|world, now| {
             let result = change(world, now);
             let due = world.settle(now);
             let events = std::mem::take(&mut world.outbox);
-            let parcels: Vec<Parcel> = events.into_iter().flat_map(|event| world.enqueue(event, now)).collect();
-            (result, due, parcels)
+            let deliveries: Vec<PendingDelivery> =
+                events.into_iter().flat_map(|event| world.enqueue(event, now)).collect();
+            (result, due, deliveries)
         });
         self.due.send_replace(due);
         self.changed.send_modify(|version| *version += 1);
-        self.send(parcels);
+        self.send(deliveries);
         result
     }
 
-    pub(crate) fn send(self: &Arc<Self>, parcels: impl IntoIterator<Item = Parcel>) {
-        for parcel in parcels {
-            hooks::send(self, parcel);
+    pub(crate) fn send(self: &Arc<Self>, deliveries: impl IntoIterator<Item = PendingDelivery>) {
+        for delivery in deliveries {
+            hooks::send(self, delivery);
         }
     }
 
-    /// Waits until `look` finds what it looks for, looking again at each change.
-    pub async fn until<R>(&self, mut look: impl FnMut(&World, Timestamp) -> Option<R>) -> R {
+    /// Waits until `check` returns something; it runs again after each change.
+    pub async fn until<R>(&self, mut check: impl FnMut(&World, Timestamp) -> Option<R>) -> R {
         let mut changes = self.changed.subscribe();
         loop {
             changes.borrow_and_update();
-            if let Some(found) = self.read(&mut look) {
+            if let Some(found) = self.read(&mut check) {
                 return found;
             }
-            changes.changed().await.expect("the hub outlives those who wait");
+            changes.changed().await.expect("the hub outlives its waiters");
         }
     }
 
-    /// Lets the passing of time do its part.
+    /// Settles the world whenever something becomes due.
     pub async fn keep_time(self: Arc<Self>) {
         let mut due = self.due.subscribe();
         loop {

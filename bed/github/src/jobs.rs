@@ -1,4 +1,4 @@
-//! The life of jobs and runs: queued, taken by a runner, ended; and what time does to them.
+//! The lifecycle of jobs and runs: queued, assigned to a runner, completed; and timeouts.
 
 use std::time::Duration;
 
@@ -86,14 +86,14 @@ impl World {
         self.job_event(id);
     }
 
-    /// Takes a job back from a runner that left before it heard of it.
+    /// Requeues the job of a runner that disconnected before it received it.
     pub fn requeue(&mut self, id: u64) {
         if let Some(job) = self.jobs.get_mut(&id).filter(|job| job.status == Status::InProgress && !job.heard) {
             (job.status, job.taken_by, job.started_at) = (Status::Queued, None, None);
         }
     }
 
-    /// Ends a job, frees its runner (an ephemeral one is gone), and ends the run with its last job.
+    /// Completes a job, frees its runner (an ephemeral one is removed), and completes the run with its last job.
     pub fn finish_job(&mut self, id: u64, conclusion: Conclusion, now: Timestamp) {
         let Some(job) = self.jobs.get_mut(&id).filter(|job| job.status != Status::Completed) else { return };
         job.status = Status::Completed;
@@ -127,7 +127,7 @@ impl World {
         self.outbox.push(Event { name: "workflow_run", action: "completed".into(), repository, run: id, payload });
     }
 
-    /// Cancels what has not begun; tells the runner of what has (it then finishes the job as cancelled itself).
+    /// Cancels a job that has not started; otherwise notifies the runner, which then finishes the job as cancelled.
     pub fn stop_job(&mut self, id: u64, conclusion: Conclusion, now: Timestamp) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let runner = job.taken_by.as_ref().and_then(|taken| self.runners.get(&taken.runner_id));
@@ -149,7 +149,7 @@ impl World {
         self.outbox.push(Event { name: "workflow_job", action, repository, run, payload });
     }
 
-    /// Lets time and assignment do their work until nothing moves; says when time will have more to do.
+    /// Applies timeouts and assigns jobs until nothing changes; returns when the next timeout is due.
     pub fn settle(&mut self, now: Timestamp) -> Option<Timestamp> {
         let mut next = None;
         let mut later = |moment: Timestamp| next = Some(next.map_or(moment, |soonest: Timestamp| soonest.min(moment)));
@@ -166,8 +166,8 @@ impl World {
                     }
                 }
                 (Some(Session::Connected { polls: 0, last_seen }), job) => {
-                    let patience = if job.is_some() { self.patience.lost_after } else { self.patience.offline_after };
-                    let gone = *last_seen + signed(patience);
+                    let timeout = if job.is_some() { self.timeouts.lost_after } else { self.timeouts.offline_after };
+                    let gone = *last_seen + signed(timeout);
                     if gone > now {
                         later(gone);
                     } else {
@@ -193,7 +193,7 @@ impl World {
     fn assignments(&mut self, now: Timestamp) -> Vec<(u64, u64)> {
         let queued = self.jobs.values().filter(|job| job.status == Status::Queued);
         let idle = self.runners.values().filter(|runner| {
-            runner.job.is_none() && runner.session.is_some() && runner.online(now, self.patience.offline_after)
+            runner.job.is_none() && runner.session.is_some() && runner.online(now, self.timeouts.offline_after)
         });
         let random = &mut self.random.clone();
         let taken = assign(

@@ -1,8 +1,8 @@
-//! GitHub, simulated: the REST API as far as runners need it, signed webhooks, jobs that runners take, rate limits and
-//! faults on demand; and the stand-in for the Actions runner ([`runner`]).
+//! A simulated GitHub: the parts of the REST API that runners need, signed webhooks, jobs, rate limits and fault
+//! injection; and the stand-in for the Actions runner ([`runner`]).
 //!
-//! It cannot drift into fiction: with [`Options::validate`] every exchange and every webhook is held against the
-//! schemas that GitHub publishes ([`schema`]).
+//! With [`Options::validate`] every request, response and webhook is validated against GitHub's published schemas
+//! ([`schema`]).
 
 mod admin;
 mod api;
@@ -43,26 +43,26 @@ use tokio::{net::TcpListener, task::JoinHandle};
 pub use crate::world::CANARY;
 use crate::{
     hub::Hub,
-    world::{Patience, World},
+    world::{OfflineTimeouts, World},
 };
 
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where to listen; port 0 takes a free one.
+    /// The listen address; port 0 picks a free one.
     pub listen: SocketAddr,
-    /// The address under which others reach the simulator, where it is not the one it listens on.
+    /// The external URL, if it differs from the listen address.
     pub url: Option<String>,
-    /// Hold everything against GitHub's published schemas; see [`Control::violations`].
+    /// Validate everything against GitHub's published schemas; see [`Control::violations`].
     pub validate: bool,
-    /// Calls an hour for each installation.
+    /// Calls per hour for each installation.
     pub hourly_limit: u64,
-    /// Secondary rate limits, where a test wants them.
+    /// Optional secondary rate limits.
     pub secondary: Option<Secondary>,
-    /// GitHub waits this long for the answer to a webhook, then gives up for good.
+    /// GitHub waits this long for the response to a webhook and does not retry.
     pub hook_timeout: Duration,
-    /// A runner without a connection is offline after this.
+    /// A runner without a connection is offline after this time.
     pub offline_after: Duration,
-    /// The job of a runner that stays away fails after this.
+    /// The job of a runner that stays offline fails after this time.
     pub lost_after: Duration,
     /// Decides which of several idle runners takes a job.
     pub seed: u64,
@@ -84,7 +84,7 @@ impl Default for Options {
     }
 }
 
-/// The running simulator; it ends when this is dropped. Everything that a test does to it is in [`Control`].
+/// The running simulator, stopped on drop. [`Control`] has the methods for tests.
 pub struct GitHub {
     control: Control,
     tasks: [JoinHandle<()>; 2],
@@ -98,8 +98,8 @@ impl GitHub {
             Some(url) => url.trim_end_matches('/').to_owned(),
             None => format!("http://{}", listener.local_addr()?),
         };
-        let patience = Patience { offline_after: options.offline_after, lost_after: options.lost_after };
-        let hub = Arc::new(Hub::new(World::new(html, patience, options.seed), options));
+        let timeouts = OfflineTimeouts { offline_after: options.offline_after, lost_after: options.lost_after };
+        let hub = Arc::new(Hub::new(World::new(html, timeouts, options.seed), options));
         let router = axum::Router::new()
             .nest(gate::PREFIX, api::router(&hub))
             .merge(api::router(&hub))
@@ -108,7 +108,7 @@ impl GitHub {
             .with_state(Arc::clone(&hub));
         let serve = tokio::spawn(async move {
             if let Err(error) = axum::serve(listener, router).await {
-                tracing::error!("the GitHub simulator stopped serving: {error}");
+                tracing::error!("GitHub simulator stopped: {error}");
             }
         });
         let time = tokio::spawn(Arc::clone(&hub).keep_time());

@@ -1,4 +1,4 @@
-//! What exists at the simulated GitHub.
+//! The data model of the simulated GitHub.
 
 use std::time::Duration;
 
@@ -49,9 +49,9 @@ pub struct Installation {
 
 #[derive(Clone, Debug)]
 pub enum TokenKind {
-    /// Of an installation, narrowed to some repositories where the caller asked for that.
+    /// Of an installation, restricted to some repositories if the caller asked for that.
     Installation { id: u64, repositories: Option<Vec<u64>> },
-    /// A person's own, good for these owners.
+    /// A personal token, valid for these owners.
     Personal { owners: Vec<String> },
 }
 
@@ -61,7 +61,7 @@ pub struct Token {
     pub expires_at: Option<Timestamp>,
 }
 
-/// Where runners and jobs live: a whole organisation or one repository.
+/// The scope of runners and jobs: an organisation or a repository.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 pub enum Scope {
     Organization(String),
@@ -89,7 +89,7 @@ pub struct RunnerToken {
     pub expires_at: Timestamp,
 }
 
-/// The group that every organisation has, and that runners of repositories seem to be in.
+/// The default group of every organisation; runners of repositories are shown in it too.
 pub const DEFAULT_GROUP: u64 = 1;
 
 #[derive(Clone, Debug, Serialize)]
@@ -107,9 +107,9 @@ pub struct Group {
 /// How a runner's program is connected.
 #[derive(Clone, Debug, Serialize)]
 pub enum Session {
-    /// A program holds `polls` long polls open, and was last seen then.
+    /// A process with `polls` open long polls, last seen then.
     Connected { polls: u32, last_seen: Timestamp },
-    /// The simulator itself plays the runner: it takes jobs and finishes them when their time is up.
+    /// Simulated: it takes jobs and finishes them after their duration.
     Played,
 }
 
@@ -123,12 +123,12 @@ pub struct Runner {
     pub labels: Vec<String>,
     pub default_labels: usize,
     pub ephemeral: bool,
-    /// What the runner's program proves itself with.
+    /// The secret that the runner's process authenticates with.
     #[serde(skip)]
     pub secret: String,
     pub session: Option<Session>,
     pub job: Option<u64>,
-    /// Unknown until the runner's program has been there once.
+    /// Unknown until the runner has connected once.
     pub os: &'static str,
     pub created_at: Timestamp,
 }
@@ -162,7 +162,7 @@ pub enum Conclusion {
     TimedOut,
 }
 
-/// The runner that took a job, as the job remembers it after the runner is gone.
+/// The runner that took a job, kept after the runner is removed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TakenBy {
     pub runner_id: u64,
@@ -183,12 +183,12 @@ pub struct Job {
     pub created_at: Timestamp,
     pub started_at: Option<Timestamp>,
     pub completed_at: Option<Timestamp>,
-    /// How long the runner works on it; without it and without a script, until somebody finishes it.
+    /// How long the runner runs it; without this and without a script, until a test finishes it.
     pub duration: Option<Duration>,
     pub script: Option<String>,
-    /// The runner's program knows that it has this job.
+    /// The runner's process has received this job.
     pub heard: bool,
-    /// What the runner in the middle of the job was told: to stop, with this outcome.
+    /// Set if the runner was asked to stop the job, with this outcome.
     pub order: Option<Conclusion>,
 }
 
@@ -211,14 +211,14 @@ pub struct JobRequest {
     pub owner: String,
     pub repo: String,
     pub labels: Vec<String>,
-    /// The run that it belongs to; a new one when left out.
+    /// The run that it belongs to; a new one if omitted.
     pub run_id: Option<u64>,
     pub name: Option<String>,
     pub workflow: Option<String>,
     pub duration_ms: Option<u64>,
-    /// What the runner's shell runs; its exit status decides the outcome.
+    /// The script to run; its exit status decides the outcome.
     pub script: Option<String>,
-    /// The job first waits for a deployment to be approved.
+    /// The job first waits for a deployment approval.
     pub waiting: bool,
 }
 

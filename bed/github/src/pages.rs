@@ -1,8 +1,8 @@
-//! Pages of a list, and the `Link` header that leads through them.
+//! Pagination of lists with the `Link` header.
 
 use serde::Deserialize;
 
-/// `?per_page=30&page=1`, with GitHub's default and bounds. Text, because GitHub ignores what is not a number.
+/// `?per_page=30&page=1`, with GitHub's defaults and bounds. Strings, because GitHub ignores values that are no number.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct Page {

@@ -1,5 +1,5 @@
-//! The service that the runner's stand-in talks to. The real one is not public; this one is ours: register, open a
-//! session, wait for a job, hear of its cancellation, finish it, leave.
+//! The service behind the runner's stand-in. GitHub's protocol is not public, so this is our own: register, open a
+//! session, wait for a job, watch for its cancellation, finish it, close the session.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,7 +21,7 @@ use crate::{
     world::{World, same_scope},
 };
 
-/// A long poll without news ends after this; the runner asks again.
+/// A long poll without a result ends after this time; the runner polls again.
 const LONG_POLL: Duration = Duration::from_secs(50);
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -49,7 +49,7 @@ pub struct Assignment {
     pub script: Option<String>,
 }
 
-/// What a runner tells or is told about the end of a job.
+/// The end of a job, as reported by or to a runner.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Ending {
     pub conclusion: Conclusion,
@@ -144,7 +144,7 @@ async fn remove(State(hub): State<Arc<Hub>>, Json(asked): Json<Removal>) -> Repl
     })
 }
 
-/// The runner whose secret the request carries.
+/// The runner that the request's secret belongs to.
 struct Me(u64);
 
 impl FromRequestParts<Arc<Hub>> for Me {
@@ -160,7 +160,7 @@ impl FromRequestParts<Arc<Hub>> for Me {
 
 async fn open(State(hub): State<Arc<Hub>>, Me(me): Me) -> Reply {
     hub.change(|world, now| {
-        let offline_after = world.patience.offline_after;
+        let offline_after = world.timeouts.offline_after;
         let runner = world.runners.get_mut(&me).ok_or((StatusCode::GONE, String::new()))?;
         if runner.online(now, offline_after) {
             return Err((StatusCode::CONFLICT, "A session for this runner already exists.".into()));
@@ -170,8 +170,8 @@ async fn open(State(hub): State<Arc<Hub>>, Me(me): Me) -> Reply {
     })
 }
 
-/// A clean goodbye: the runner is offline at once. A job that it was given but never heard of goes back to the queue;
-/// one that it walks away from is lost in time.
+/// Closes the session: the runner is offline at once. An assigned job that it has not received is requeued; one that it
+/// has received fails after a while.
 async fn close(State(hub): State<Arc<Hub>>, Me(me): Me) -> Reply {
     hub.change(|world, now| {
         let runner = world.runners.get_mut(&me).ok_or((StatusCode::GONE, String::new()))?;
@@ -184,7 +184,7 @@ async fn close(State(hub): State<Arc<Hub>>, Me(me): Me) -> Reply {
     })
 }
 
-/// Keeps a runner online for as long as it holds a long poll open.
+/// Keeps a runner online while it has an open long poll.
 struct Presence {
     hub: Arc<Hub>,
     runner: u64,
@@ -235,7 +235,7 @@ async fn message(State(hub): State<Arc<Hub>>, Me(me): Me) -> Reply {
     })
 }
 
-/// The runner works on the job; answers when that is to end before its time.
+/// Polled by a runner during a job; answers when the job is to be stopped early.
 async fn order(State(hub): State<Arc<Hub>>, Me(me): Me, Path(job): Path<u64>) -> Reply {
     hub.change(|world, _| {
         let mine = world.runners.get(&me).is_some_and(|runner| runner.job == Some(job));

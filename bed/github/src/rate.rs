@@ -1,4 +1,4 @@
-//! GitHub's rate limits, as decisions about numbers.
+//! GitHub's rate limits, as pure functions.
 
 use std::{collections::VecDeque, time::Duration};
 
@@ -7,10 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::model::signed;
 
-/// The primary limit is counted in windows of an hour.
+/// The window of the primary limit.
 pub const WINDOW: Duration = Duration::from_secs(3600);
 
-/// What one caller has used of its primary limit.
+/// One caller's use of its primary limit.
 #[derive(Clone, Debug)]
 pub struct Window {
     pub reset: Timestamp,
@@ -22,7 +22,7 @@ impl Window {
         Self { reset: now + signed(WINDOW), used: 0 }
     }
 
-    /// Counts a call; false when the limit was already reached.
+    /// Counts a call; returns false if the limit was already reached.
     pub fn take(&mut self, limit: u64, now: Timestamp) -> bool {
         if now >= self.reset {
             *self = Self::new(now);
@@ -33,7 +33,7 @@ impl Window {
     }
 }
 
-/// Secondary limits: GitHub does not publish all of them, these two were measured.
+/// Secondary limits. GitHub does not publish all of them; these two were measured.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Secondary {
     pub jit_configs_per_minute: usize,
@@ -48,7 +48,7 @@ impl Default for Secondary {
     }
 }
 
-/// Counts one more event of a sliding minute; false when there are already `limit`.
+/// Counts an event in a sliding minute; returns false if there are already `limit`.
 pub fn within_a_minute(times: &mut VecDeque<Timestamp>, limit: usize, now: Timestamp) -> bool {
     while times.front().is_some_and(|&first| first + signed(Duration::from_secs(60)) <= now) {
         times.pop_front();

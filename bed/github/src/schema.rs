@@ -1,7 +1,7 @@
-//! GitHub's own published schemas, and what passes through the simulator held against them.
+//! Validates the simulator's traffic against GitHub's published schemas.
 //!
-//! The documents are large: they are read on first use, on a thread of their own, and only the operations that occur
-//! are compiled.
+//! The documents are large: they are read on first use, on a separate thread, and only the operations in use are
+//! compiled.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -31,7 +31,7 @@ pub fn examples(event: &str) -> Vec<Value> {
     entry.and_then(|entry| entry["examples"].as_array()).cloned().unwrap_or_default()
 }
 
-/// Judges a webhook payload; what is wrong with it, if anything.
+/// Validates a webhook payload; returns its violations.
 pub fn webhook_violations(event: &str, payload: &Value) -> Vec<String> {
     Schemas::default().webhook(event, payload)
 }
@@ -43,7 +43,7 @@ enum Message {
     Report(oneshot::Sender<Vec<String>>),
 }
 
-/// Takes what passes and judges it in the background.
+/// Validates messages in the background.
 pub struct Checker {
     messages: mpsc::Sender<Message>,
 }
@@ -76,25 +76,25 @@ impl Checker {
 
     pub(crate) fn exchange(&self, method: &str, path: &str, sent: &[u8], status: u16, received: &[u8]) {
         let (method, path) = (method.to_owned(), path.to_owned());
-        self.tell(Message::Exchange { method, path, sent: sent.into(), status, received: received.into() });
+        self.send(Message::Exchange { method, path, sent: sent.into(), status, received: received.into() });
     }
 
     pub(crate) fn webhook(&self, event: &str, body: &str) {
-        self.tell(Message::Webhook { event: event.to_owned(), body: body.to_owned() });
+        self.send(Message::Webhook { event: event.to_owned(), body: body.to_owned() });
     }
 
     pub(crate) fn not_simulated(&self, method: &str, path: &str) {
-        self.tell(Message::NotSimulated { method: method.to_owned(), path: path.to_owned() });
+        self.send(Message::NotSimulated { method: method.to_owned(), path: path.to_owned() });
     }
 
-    /// A checker that died (no schemas to be had) must not let a test pass: [`Self::violations`] says so.
-    fn tell(&self, message: Message) {
+    /// If the checker thread has died, for example without schemas, [`Self::violations`] reports it.
+    fn send(&self, message: Message) {
         let _ = self.messages.send(message);
     }
 
     pub(crate) async fn violations(&self) -> Vec<String> {
         let (report, answer) = oneshot::channel();
-        self.tell(Message::Report(report));
+        self.send(Message::Report(report));
         answer.await.unwrap_or_else(|_| vec!["nothing was checked: the checker ended early, see its panic".into()])
     }
 }
@@ -106,7 +106,7 @@ struct Schemas {
 }
 
 impl Schemas {
-    /// A request that was accepted must be one that GitHub accepts; the answer must be one that GitHub gives.
+    /// An accepted request must be valid at GitHub, and the response must match its schema.
     fn exchange(&mut self, method: &str, path: &str, sent: &[u8], status: u16, received: &[u8]) -> Vec<String> {
         let Some((template, operation)) = operation(method, path) else {
             return vec![format!("{method} {path}: GitHub has no such operation")];
@@ -129,7 +129,7 @@ impl Schemas {
         }
         let errors = json!({"$ref": "#/components/schemas/basic-error"});
         let schema = match &response["content"]["application/json"]["schema"] {
-            // GitHub leaves most errors out of its document; all of them have the same form.
+            // GitHub does not document most errors; all have the same schema.
             _ if response.is_null() && status >= 400 => &errors,
             _ if response.is_null() => return vec![format!("{what}: GitHub never answers with this status")],
             schema => corrected(&name, schema),
@@ -160,15 +160,15 @@ impl Schemas {
     }
 }
 
-/// Where the document contradicts itself. The list of installations demands an account that is a user and an
-/// enterprise in one; the single installation, which is the same object, says that it is one of them.
+/// Works around a contradiction in the document: in the list of installations, the account must be both a user and an
+/// enterprise. In the single installation, the same object, it is one of them.
 fn corrected<'a>(operation: &str, schema: &'a Value) -> &'a Value {
     static INSTALLATIONS: LazyLock<Value> =
         LazyLock::new(|| json!({"type": "array", "items": {"$ref": "#/components/schemas/installation"}}));
     if operation == "GET /app/installations" { &INSTALLATIONS } else { schema }
 }
 
-/// The operation whose path template fits, the one with the fewest parameters where several do.
+/// The operation with a matching path template; the one with the fewest parameters if several match.
 fn operation(method: &str, path: &str) -> Option<(&'static str, &'static Value)> {
     let fits = |template: &str| {
         let (mut parts, mut given) = (template.split('/'), path.split('/'));
@@ -189,7 +189,7 @@ fn at<'a>(document: &'a Value, reference: &str) -> &'a Value {
     document.pointer(reference.trim_start_matches('#')).unwrap_or(&Value::Null)
 }
 
-/// A schema with just the components that it needs, as a schema of its own.
+/// A self-contained schema with only the components that it needs.
 fn compile(document: &Value, schema: &Value) -> Validator {
     let mut components = Map::new();
     let mut root = plain(schema, document, &mut components);
@@ -200,8 +200,8 @@ fn compile(document: &Value, schema: &Value) -> Validator {
     options.build(&root).unwrap_or_else(|error| panic!("GitHub's schema cannot be compiled: {error}"))
 }
 
-/// Copies a schema, collecting what it refers to, with OpenAPI 3.0's `nullable` said in JSON Schema. (In documents of
-/// version 3.1 the word does not occur.)
+/// Copies a schema, collects its references, and translates OpenAPI 3.0's `nullable` to JSON Schema. (Version 3.1 does
+/// not have it.)
 fn plain(schema: &Value, document: &Value, components: &mut Map<String, Value>) -> Value {
     match schema {
         Value::Array(items) => items.iter().map(|item| plain(item, document, components)).collect(),
@@ -215,7 +215,7 @@ fn plain(schema: &Value, document: &Value, components: &mut Map<String, Value>) 
             }
             let copied =
                 members.iter().filter(|(key, _)| !matches!(key.as_str(), "example" | "examples" | "description"));
-            // A member called `description` is text; a property called so is a schema.
+            // `description` is text as a schema keyword, but a schema as a property name.
             let properties = members.iter().filter(|(key, value)| key.as_str() == "description" && value.is_object());
             let copy = copied.chain(properties).map(|(key, value)| (key.clone(), plain(value, document, components)));
             let copy: Map<_, _> = copy.collect();
@@ -233,7 +233,7 @@ fn plain(schema: &Value, document: &Value, components: &mut Map<String, Value>) 
 mod tests {
     use super::*;
 
-    /// Some examples were recorded before GitHub added members; nothing else may be wrong with them.
+    /// Some examples predate fields that GitHub added later; nothing else may be wrong with them.
     #[test]
     fn the_published_examples_fit_but_for_members_that_came_later() {
         let examples = examples("workflow_job");

@@ -1,5 +1,5 @@
-//! The state of the simulated GitHub and the ways in which it moves. Nothing here waits or talks to the network: what
-//! must be told to somebody is left in the outbox.
+//! The state of the simulated GitHub and its transitions. Nothing here waits or uses the network: events for webhooks
+//! go to the outbox.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -17,7 +17,7 @@ use crate::{
     rate::Window,
 };
 
-/// Something that hooks want to hear of.
+/// An event for webhooks.
 pub struct Event {
     pub name: &'static str,
     pub action: String,
@@ -26,19 +26,19 @@ pub struct Event {
     pub payload: Map<String, Value>,
 }
 
-/// Delays after which GitHub believes a silent runner to be gone.
+/// Timeouts after which a silent runner counts as offline or lost.
 #[derive(Clone, Copy, Debug)]
-pub struct Patience {
-    /// A runner with no connection is offline after this.
+pub struct OfflineTimeouts {
+    /// A runner without a connection is offline after this time.
     pub offline_after: Duration,
-    /// The job of a runner that stays offline fails after this ("lost communication with the server").
+    /// The job of a runner that stays offline fails after this time ("lost communication with the server").
     pub lost_after: Duration,
 }
 
 pub struct World {
     pub html: String,
     pub api: String,
-    pub patience: Patience,
+    pub timeouts: OfflineTimeouts,
     pub owners: Vec<Owner>,
     pub repositories: Vec<Repository>,
     pub apps: Vec<App>,
@@ -63,11 +63,11 @@ pub struct World {
 }
 
 impl World {
-    pub fn new(html: String, patience: Patience, seed: u64) -> Self {
+    pub fn new(html: String, timeouts: OfflineTimeouts, seed: u64) -> Self {
         Self {
             api: format!("{html}/api/v3"),
             html,
-            patience,
+            timeouts,
             owners: vec![],
             repositories: vec![],
             apps: vec![],
@@ -120,7 +120,7 @@ impl World {
         let owner = Owner { id: self.id(), login: login.to_owned(), kind };
         self.owners.push(owner.clone());
         if kind == OwnerKind::Organization {
-            // GitHub gives every organisation one group that it cannot lose; it does not serve public repositories.
+            // Every organisation has a default group that cannot be deleted; it does not serve public repositories.
             self.groups.push(Group {
                 id: DEFAULT_GROUP,
                 owner: login.to_owned(),
@@ -155,7 +155,7 @@ impl World {
         self.runners.get(&id).filter(|runner| same_scope(&runner.scope, scope))
     }
 
-    /// The group that a runner of a repository seems to be in: repositories have no groups of their own.
+    /// The group shown for a runner of a repository: repositories have no groups.
     pub fn group_name(&self, runner: &Runner) -> String {
         let group = self.group(runner.scope.owner(), runner.group_id);
         group.map_or_else(|| "Default".to_owned(), |group| group.name.clone())
@@ -180,7 +180,7 @@ impl World {
         runner
     }
 
-    /// May the runner take jobs of the repository: its own, or its organisation's where the group lets it.
+    /// Whether the runner may take jobs of the repository: its own, or its organisation's if the group allows it.
     pub fn visible(&self, runner: &Runner, repository: &Repository) -> bool {
         match &runner.scope {
             Scope::Repository(owner, name) => same(owner, &repository.owner) && same(name, &repository.name),
@@ -207,11 +207,11 @@ pub fn same_scope(a: &Scope, b: &Scope) -> bool {
     }
 }
 
-/// In every secret that the simulator gives out, so that a test can look for it wherever no secret may be. Registration
-/// and removal tokens have it in capitals.
+/// Part of every secret that the simulator issues, so that tests can search for leaks. Registration and removal tokens
+/// have it in capitals.
 pub const CANARY: &str = "PaddockCanary";
 
-/// An unguessable word with GitHub's kind of prefix.
+/// A random secret with a prefix like GitHub's.
 pub fn secret(prefix: &str) -> String {
     let random: [u8; 18] = rand::random();
     prefix.chars().chain(CANARY.chars()).chain(random.iter().map(|byte| ALPHABET[usize::from(byte % 62)])).collect()

@@ -12,13 +12,13 @@ use reqwest::Client;
 
 use crate::{Process, free_port, tool};
 
-/// Generous, for a cold machine that compiles at the same time; an idle one takes about five seconds.
+/// Generous for a busy machine; an idle one takes about five seconds.
 const START_DEADLINE: Duration = Duration::from_secs(300);
 
 /// Another program may take a free port before the emulator listens on it.
 const START_ATTEMPTS: u32 = 3;
 
-/// What Java and Python say of such a port. ElasticMQ says it and keeps running.
+/// The error of Java and Python for such a port. ElasticMQ logs it and keeps running.
 const PORT_TAKEN: &str = "Address already in use";
 
 /// Neither DynamoDB Local nor ElasticMQ checks the signature.
@@ -31,7 +31,7 @@ pub struct Emulator {
 }
 
 impl Emulator {
-    /// Starts `command` with its log below `dir`, and waits until `is_ready` is true of its address.
+    /// Starts `command` with its log below `dir`, and waits until `is_ready` returns true for its URL.
     pub async fn start<F: Future<Output = bool>>(
         name: &str,
         dir: &Path,
@@ -51,7 +51,7 @@ impl Emulator {
                 async move { taken || ready.await }
             };
             let outcome = process.until_ready(START_DEADLINE, answered).await;
-            // The answer may come from the program that has taken the port.
+            // Another program that has taken the port may have answered.
             let failed = taken() || process.exited().is_some();
             match outcome {
                 Ok(()) if !failed => return Ok(Self { url, process }),
@@ -62,7 +62,7 @@ impl Emulator {
         }
     }
 
-    /// Amazon's own DynamoDB Local: its conditional writes are truly atomic.
+    /// Amazon's DynamoDB Local, whose conditional writes are atomic.
     pub async fn dynamodb(dir: &Path, http: &Client) -> Result<Self> {
         let jars = fetch("dynamodb").await?;
         let command = |port: u16| {
@@ -81,7 +81,7 @@ impl Emulator {
     }
 }
 
-/// Whether a DynamoDB or SQS emulator carries out a call: the first one takes long, and no client should wait for it.
+/// Whether a DynamoDB or SQS emulator answers a call. The first call is slow; made here, it delays no client.
 pub async fn serves(http: Client, url: String, target: &'static str) -> bool {
     let call = http.post(url).header("x-amz-target", target).header("authorization", CREDENTIAL);
     let call = call.header("content-type", "application/x-amz-json-1.0").body("{}");
@@ -93,7 +93,7 @@ pub async fn fetch(name: &'static str) -> Result<PathBuf> {
     tokio::task::spawn_blocking(move || tool(name)).await?
 }
 
-/// A JVM that starts fast, stays small and leaves no file outside `dir`.
+/// A JVM that starts fast, uses little memory and writes no file outside `dir`.
 pub fn java(dir: &Path) -> Command {
     let mut command = Command::new("java");
     command.args(["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto", "-Xmx256m", "-XX:-UsePerfData"]);

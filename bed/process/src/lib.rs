@@ -1,7 +1,7 @@
-//! Child processes, ports and tools, as every part of the test bed needs them.
+//! Child processes, ports and tools for all parts of the test bed.
 //!
-//! A [`Process`] dies with the program that started it, however that ends: the kernel kills it when the spawning
-//! thread does, so all are spawned from one thread that lives as long as the program.
+//! A [`Process`] dies with the program that started it, even if that is killed: the kernel kills it when the spawning
+//! thread ends, so all are spawned from one thread that lives as long as the program.
 
 pub mod emulator;
 pub mod wait;
@@ -30,15 +30,15 @@ use nix::{
     unistd::Pid,
 };
 
-/// How long a process may take to end after SIGTERM before it is killed.
+/// How long a process may take to exit after SIGTERM before it is killed.
 const STOP_GRACE: Duration = Duration::from_secs(30);
 
-/// A child in a process group of its own, its output in a log file; killed with its group when dropped.
+/// A child in its own process group with its output in a log file; the group is killed on drop.
 pub struct Process {
     name: String,
     child: Child,
     log: PathBuf,
-    /// Where its own part of the log begins: an earlier process of the name may have written to it.
+    /// Where its part of the log begins: an earlier process with the same name may have written to the file.
     log_start: usize,
 }
 
@@ -84,7 +84,7 @@ impl Process {
         Ok(killpg(Pid::from_raw(self.child.id() as i32), signal)?)
     }
 
-    /// Waits until `probe` says yes; an early exit or a passed deadline is an error that shows the end of the log.
+    /// Waits until `probe` returns true; after an early exit or the deadline the error shows the end of the log.
     pub async fn until_ready<F, R>(&mut self, deadline: Duration, mut probe: F) -> Result<()>
     where
         F: FnMut() -> R,
@@ -93,23 +93,23 @@ impl Process {
         let start = Instant::now();
         loop {
             let ready = probe().await;
-            // What answers after its end is another program, at the same port.
+            // After its exit, another program on the same port may answer.
             if let Some(status) = self.exited() {
-                let said = self.log_from(self.log_start, 20);
-                bail!("{} ended with {status} before it was ready:\n{said}", self.name);
+                let log = self.log_from(self.log_start, 20);
+                bail!("{} ended with {status} before it was ready:\n{log}", self.name);
             }
             if ready {
                 return Ok(());
             }
             if start.elapsed() > deadline {
-                let said = self.log_from(self.log_start, 20);
-                bail!("{} was not ready after {deadline:?}:\n{said}", self.name);
+                let log = self.log_from(self.log_start, 20);
+                bail!("{} was not ready after {deadline:?}:\n{log}", self.name);
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
 
-    /// Asks the process to end, waits for it, and kills its group if it takes too long.
+    /// Sends SIGTERM, waits, and kills the group if it takes too long.
     pub async fn stop(mut self) -> Result<ExitStatus> {
         let _ = self.signal(Signal::SIGTERM);
         let start = Instant::now();
@@ -135,7 +135,7 @@ impl Drop for Process {
     }
 }
 
-/// Spawns in a process group of its own, tied to the life of this program.
+/// Spawns a child in its own process group that dies with this program.
 pub fn spawn(mut command: Command) -> io::Result<Child> {
     type Job = (Command, Sender<io::Result<Child>>);
     static SPAWNER: OnceLock<Sender<Job>> = OnceLock::new();
@@ -158,8 +158,8 @@ pub fn spawn(mut command: Command) -> io::Result<Child> {
     result.recv().map_err(io::Error::other)?
 }
 
-/// Writes a program that can be run at once. Another process writes it: a child that this one forks meanwhile would inherit
-/// the open file, and until the child has called exec the program could not be run ("Text file busy").
+/// Writes a program that can be run at once. Another process writes it, because a child forked here meanwhile would
+/// inherit the open file and make exec fail ("Text file busy").
 pub fn write_program(path: &Path, text: impl AsRef<[u8]>) -> io::Result<()> {
     let mut install = Command::new("install");
     install.args(["--mode=755", "/dev/stdin"]).arg(path).stdin(Stdio::piped());
@@ -170,7 +170,7 @@ pub fn write_program(path: &Path, text: impl AsRef<[u8]>) -> io::Result<()> {
     if status.success() { Ok(()) } else { Err(io::Error::other(format!("install ended with {status}"))) }
 }
 
-/// Writes a file that others may be reading: they see the old content or the new one, never a part.
+/// Writes a file atomically: readers see the old content or the new one.
 pub fn write_atomically(path: &Path, contents: impl AsRef<[u8]>) -> io::Result<()> {
     let directory = path.parent().ok_or(io::ErrorKind::InvalidInput)?;
     let mut file = tempfile::NamedTempFile::new_in(directory)?;
@@ -179,18 +179,18 @@ pub fn write_atomically(path: &Path, contents: impl AsRef<[u8]>) -> io::Result<(
     Ok(())
 }
 
-/// The ports that [`free_port`] gives: below those that the kernel gives to outgoing connections (from 32768), which
-/// could otherwise take a port between here and the program that is told to listen on it.
+/// The range of [`free_port`], below the kernel's ephemeral ports (from 32768): an outgoing connection could otherwise
+/// take the port before the program listens on it.
 const FREE_PORTS: std::ops::Range<u32> = 15_000..30_000;
 
-/// A TCP port on loopback that is free and that this program has not given before.
+/// A free TCP port on loopback that this program has not returned before.
 pub fn free_port() -> Result<u16> {
     Ok(free_listener()?.local_addr()?.port())
 }
 
-/// The same with the port taken already.
+/// The same, with the port already bound.
 pub fn free_listener() -> Result<TcpListener> {
-    // Programs that share a network begin at different ports.
+    // Programs that share a network start at different ports.
     static NEXT: OnceLock<AtomicU32> = OnceLock::new();
     let next = NEXT.get_or_init(|| AtomicU32::new(std::process::id().wrapping_mul(97)));
     for _ in FREE_PORTS {
@@ -203,7 +203,7 @@ pub fn free_listener() -> Result<TcpListener> {
     bail!("no port of {FREE_PORTS:?} is free")
 }
 
-/// Where the pinned tool lies (see `hack/tools.sh`), built or fetched first if the cache does not have it.
+/// The path of the pinned tool (see `hack/tools.sh`), built or downloaded first if it is not in the cache.
 pub fn tool(name: &str) -> Result<PathBuf> {
     static FOUND: Mutex<Option<HashMap<String, PathBuf>>> = Mutex::new(None);
     let mut found = FOUND.lock().unwrap_or_else(PoisonError::into_inner);
@@ -268,8 +268,8 @@ mod tests {
         command.args(["-c", "sleep 1000 & echo $!; wait"]);
         let mut process = Process::spawn("family", command, dir.path()).unwrap();
         let log = process.log().to_owned();
-        let told = || !fs::read(&log).unwrap().is_empty();
-        process.until_ready(Duration::from_secs(60), async || told()).await.unwrap();
+        let has_output = || !fs::read(&log).unwrap().is_empty();
+        process.until_ready(Duration::from_secs(60), async || has_output()).await.unwrap();
         let grandchild = fs::read_to_string(&log).unwrap().trim().to_owned();
         drop(process);
         let gone = || match fs::read_to_string(format!("/proc/{grandchild}/stat")) {

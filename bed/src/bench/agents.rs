@@ -1,10 +1,9 @@
-//! Light stand-ins of `paddock-agent`, all in this program: each has its own key, beats every 5 s, looks at its record
-//! every 50 ms and answers at once, with the records and the seals of the real one.
+//! Lightweight simulated `paddock-agent`s in this process. Each has its own key, sends a heartbeat every 5 s, polls its
+//! record every 50 ms and reports at once, with the real agent's records and sealed tokens.
 //!
-//! They do not register with GitHub; they open the token that is sealed to them and say so. A thousand of them looking
-//! twenty times a second would be all that the emulated DynamoDB does, so a look that would bring nothing new is left
-//! out (the front says whose record was written), and reads and writes go in batches, past the front, which counts and
-//! delays nothing but the operator's calls.
+//! They do not register with GitHub; they open the sealed token and report success. A thousand agents polling twenty
+//! times a second would saturate the emulated DynamoDB. So a poll is skipped unless the front end reported a write, and
+//! reads and writes are batched and bypass the front end, which counts and delays only the operator's calls.
 
 use std::{
     collections::HashMap,
@@ -23,13 +22,13 @@ use tokio::{sync::mpsc::UnboundedReceiver, task::AbortHandle};
 
 use crate::aws::{Aws, Event};
 
-/// How often each agent looks at its record.
-pub const LOOK: Duration = Duration::from_millis(50);
-/// How fine the agents' clock is.
+/// How often each agent polls its record.
+pub const RECORD_POLL: Duration = Duration::from_millis(50);
+/// The resolution of the agents' timers.
 const TICK: Duration = Duration::from_millis(5);
-/// What DynamoDB takes in one call.
-const READS: usize = 100;
-const WRITES: usize = 25;
+/// DynamoDB's batch limits.
+const READ_BATCH: usize = 100;
+const WRITE_BATCH: usize = 25;
 
 type Item = HashMap<String, AttributeValue>;
 
@@ -45,9 +44,9 @@ struct Shared {
     agents: Mutex<HashMap<String, Agent>>,
 }
 
-/// What an agent last said, when the record that made it speak was written, and when its word was in the table.
+/// An agent's last signal, when the record that caused it was written, and when the signal was in the table.
 #[derive(Clone, Debug)]
-pub struct Said {
+pub struct SentSignal {
     pub signal: Signal,
     pub run_id: String,
     pub asked: Instant,
@@ -58,30 +57,30 @@ pub struct Said {
 pub struct Agent {
     key: KeyPair,
     pub public: PublicKey,
-    /// Looks come at this time after each full interval.
+    /// The offset of this agent's polls within the interval.
     phase: Duration,
-    look_at: Option<Instant>,
-    /// When the record was last written, and what it was when this agent last looked.
+    poll_at: Option<Instant>,
+    /// When the record was last written, and its content when last read.
     pub written: Instant,
     pub record: Option<Instance>,
-    /// When it began to read that record.
-    looked: Instant,
-    pub said: Option<Said>,
+    /// When that read started.
+    read_at: Instant,
+    pub sent: Option<SentSignal>,
 }
 
 impl Agent {
     /// Whether its machine is in the pool, ready to be claimed.
     pub fn is_free(&self) -> bool {
-        self.look_at.is_none()
+        self.poll_at.is_none()
             && self.record.as_ref().is_some_and(|record| record.state == State::Idle && record.leaving.is_empty())
     }
 
-    /// What the record asks it to do and say.
+    /// The signal that the record requires, if it is not sent yet.
     fn answer(&self, record: &Instance) -> Result<Option<(Signal, String)>> {
-        let said = |signal, run: &str| self.said.as_ref().filter(|said| said.signal == signal && said.run_id == run);
+        let sent = |signal, run: &str| self.sent.as_ref().filter(|sent| sent.signal == signal && sent.run_id == run);
         let (run, leaving) = (&record.run_id, &record.leaving);
         if !run.is_empty() {
-            if record.sealed.is_empty() || said(Signal::Registered, run).is_some() {
+            if record.sealed.is_empty() || sent(Signal::Registered, run).is_some() {
                 return Ok(None);
             }
             match self.key.open(&record.sealed) {
@@ -89,7 +88,7 @@ impl Agent {
                 other => bail!("{} cannot open its token: {:?}", record.instance_id, other.err()),
             }
         } else if !leaving.is_empty() {
-            let done = said(Signal::Deregistered, leaving).is_some_and(|said| said.stamp >= record.updated_at);
+            let done = sent(Signal::Deregistered, leaving).is_some_and(|sent| sent.stamp >= record.updated_at);
             Ok((!done).then(|| (Signal::Deregistered, leaving.clone())))
         } else {
             Ok(None)
@@ -98,7 +97,7 @@ impl Agent {
 }
 
 impl Agents {
-    /// Plays the agent of every instance that is launched from now on.
+    /// Simulates the agent of every instance that is launched from now on.
     pub fn start(aws: &Aws, client: Client, table: String) -> Self {
         let shared = Arc::new(Shared { client, table, start: Instant::now(), agents: Mutex::default() });
         let play = tokio::spawn(shared.clone().play(aws.watch_instances(), aws.watch_records()));
@@ -106,9 +105,9 @@ impl Agents {
         Self { shared, tasks: [play.abort_handle(), beat.abort_handle()] }
     }
 
-    /// Looks at all agents, by instance id.
-    pub fn look<T>(&self, at: impl FnOnce(&HashMap<String, Agent>) -> T) -> T {
-        at(&self.shared.agents())
+    /// Reads the state of all agents, by instance id.
+    pub fn read<T>(&self, read: impl FnOnce(&HashMap<String, Agent>) -> T) -> T {
+        read(&self.shared.agents())
     }
 }
 
@@ -143,28 +142,28 @@ impl Shared {
             let now = Instant::now();
             let mut due = Vec::new();
             for (id, agent) in self.agents().iter_mut() {
-                if agent.look_at.take_if(|at| *at <= now).is_some() {
+                if agent.poll_at.take_if(|at| *at <= now).is_some() {
                     due.push((id.clone(), agent.written));
                 }
             }
-            for due in due.chunks(READS) {
+            for due in due.chunks(READ_BATCH) {
                 tokio::spawn(self.clone().serve(due.to_vec()));
             }
         }
     }
 
-    /// A record was written: its agent sees that when it next looks.
+    /// A record was written: its agent sees that at its next poll.
     fn notice(&self, id: &str) {
         let now = Instant::now();
         if let Some(agent) = self.agents().get_mut(id) {
             agent.written = now;
             let since = now.duration_since(self.start).saturating_sub(agent.phase);
-            let looks = since.as_nanos().div_euclid(LOOK.as_nanos()) as u32 + 1;
-            agent.look_at = Some(self.start + agent.phase + LOOK * looks);
+            let polls = since.as_nanos().div_euclid(RECORD_POLL.as_nanos()) as u32 + 1;
+            agent.poll_at = Some(self.start + agent.phase + RECORD_POLL * polls);
         }
     }
 
-    /// The machine is up: its agent has a key, and its script is done.
+    /// Simulates a boot: the agent has a key, and its script has succeeded.
     async fn boot(self: Arc<Self>, ids: Vec<String>) {
         let keys = ids.iter().map(|_| KeyPair::generate()).map(|key| (key.public(), key));
         let keys: Vec<_> = keys.collect();
@@ -175,17 +174,19 @@ impl Shared {
         self.put(ids.iter().map(ready).collect()).await;
         let mut agents = self.agents();
         for (id, (public, key)) in ids.into_iter().zip(keys) {
-            let phase = LOOK.mul_f64(rand::random());
-            // The record may have been written before the agent was up.
-            let look_at = Some(Instant::now());
-            agents
-                .insert(id, Agent { key, public, phase, look_at, written: now, record: None, looked: now, said: None });
+            let phase = RECORD_POLL.mul_f64(rand::random());
+            // The record may have been written before the agent started.
+            let poll_at = Some(Instant::now());
+            agents.insert(
+                id,
+                Agent { key, public, phase, poll_at, written: now, record: None, read_at: now, sent: None },
+            );
         }
     }
 
-    /// Reads the records of those that look now, and answers.
+    /// Reads the records of the agents that are due, and sends their signals.
     async fn serve(self: Arc<Self>, due: Vec<(String, Instant)>) {
-        let looked = Instant::now();
+        let read_at = Instant::now();
         let records = match self.read(&due).await {
             Ok(records) => records,
             Err(error) => return eprintln!("agents cannot read their records: {error:#}"),
@@ -196,22 +197,22 @@ impl Shared {
         for record in records {
             let id = record.instance_id.clone();
             let mut agents = self.agents();
-            // A look that began later may be through already, and has seen what came later.
-            let Some(agent) = agents.get_mut(&id).filter(|agent| agent.looked <= looked) else { continue };
+            // A read that started later may have finished first, with newer content.
+            let Some(agent) = agents.get_mut(&id).filter(|agent| agent.read_at <= read_at) else { continue };
             match agent.answer(&record) {
                 Ok(Some((signal, run_id))) => answers.push((id, signal, run_id)),
                 Ok(None) => {}
                 Err(error) => eprintln!("{error:#}"),
             }
-            (agent.record, agent.looked) = (Some(record), looked);
+            (agent.record, agent.read_at) = (Some(record), read_at);
         }
-        let items = answers.iter().map(|(id, said, run)| signal(id, *said, run, stamp).to_item());
+        let items = answers.iter().map(|(id, sent, run)| signal(id, *sent, run, stamp).to_item());
         self.put(items.collect()).await;
         let at = Instant::now();
         let mut agents = self.agents();
         for (id, signal, run_id) in answers {
             if let Some(agent) = agents.get_mut(&id) {
-                agent.said = Some(Said { signal, run_id, asked: asked[&id], at, stamp });
+                agent.sent = Some(SentSignal { signal, run_id, asked: asked[&id], at, stamp });
             }
         }
     }
@@ -226,7 +227,7 @@ impl Shared {
     }
 
     async fn put(&self, items: Vec<Item>) {
-        let writes = items.chunks(WRITES).map(async |items| {
+        let writes = items.chunks(WRITE_BATCH).map(async |items| {
             let puts = items.iter().map(|item| {
                 let put = PutRequest::builder().set_item(Some(item.clone())).build().expect("an item is set");
                 WriteRequest::builder().put_request(put).build()
@@ -240,16 +241,16 @@ impl Shared {
         }
     }
 
-    /// Each agent beats in its turn, so that not all beat at once.
+    /// Spreads the heartbeats over the period, so that not all are sent at once.
     async fn beat(self: Arc<Self>) {
-        const TURNS: u32 = 10;
-        let mut ticks = tokio::time::interval(HEARTBEAT / TURNS);
-        for turn in 0.. {
+        const GROUPS: u32 = 10;
+        let mut ticks = tokio::time::interval(HEARTBEAT / GROUPS);
+        for group in 0.. {
             ticks.tick().await;
-            let own = |agent: &Agent| (agent.phase.as_nanos() * u128::from(TURNS) / LOOK.as_nanos()) as u32;
+            let own = |agent: &Agent| (agent.phase.as_nanos() * u128::from(GROUPS) / RECORD_POLL.as_nanos()) as u32;
             let keys: Vec<_> = {
                 let agents = self.agents();
-                let mine = agents.iter().filter(|(_, agent)| own(agent) == turn % TURNS);
+                let mine = agents.iter().filter(|(_, agent)| own(agent) == group % GROUPS);
                 mine.map(|(id, agent)| (id.clone(), agent.public.clone())).collect()
             };
             let now = Timestamp::now();

@@ -1,4 +1,4 @@
-//! What the boards part found, beside what was aimed at and what the scheduler that Paddock follows does on such a bed.
+//! Results of the boards benchmark, next to the targets and the figures of the reference scheduler.
 
 use std::{collections::BTreeMap, fmt, time::Duration};
 
@@ -9,15 +9,15 @@ pub struct Report {
     pub delayed: Vec<Delayed>,
     pub calls_a_minute: BTreeMap<String, u64>,
     pub writes_a_minute: BTreeMap<String, u64>,
-    /// In KiB: all, and what is not mapped from the program file.
+    /// In KiB: all, and without the mapped program file.
     pub memory_300: (u64, u64),
     pub memory_10_000: (u64, u64),
-    /// A second: jobs that become claims, known ones, such that nobody serves.
+    /// Per second: jobs that become claims, known jobs, and jobs that no pool serves.
     pub webhooks: [f64; 3],
-    /// What the operator itself takes for each job that becomes a claim.
+    /// The operator's own time for each job that becomes a claim.
     pub cpu_per_job: Duration,
     pub rest: BTreeMap<String, u64>,
-    /// What the API server bears with nobody else there.
+    /// The API server's maximum rate without other clients.
     pub writes_a_second: f64,
 }
 
@@ -29,7 +29,7 @@ pub struct Delayed {
     pub single_among_100: Spread,
     pub burst_100: Duration,
     pub burst_300: Duration,
-    /// Of 300 at once, to their end.
+    /// For 300 jobs at once, until all have ended.
     pub calls: BTreeMap<String, u64>,
     pub writes: BTreeMap<String, u64>,
 }
@@ -120,7 +120,7 @@ impl fmt::Display for Report {
         }
         writeln!(f, "{other}")?;
         writeln!(f, "- writes in a minute of 100 healthy jobs: {:?}", self.writes_a_minute)?;
-        writeln!(f, "- the API server's writes a second, with nobody else there: {:.0}", self.writes_a_second)?;
+        writeln!(f, "- the API server's writes a second, alone: {:.0}", self.writes_a_second)?;
         let cpu = self.cpu_per_job.as_secs_f64();
         writeln!(
             f,

@@ -1,5 +1,5 @@
-//! Boards: from a job's webhook to its pod on one of 300 simulated nodes, alone, among others and in bursts; what GitHub
-//! is asked for it; and what the operator takes for itself.
+//! Boards: the time from a job's webhook to its pod on one of 300 simulated nodes, for single jobs and bursts; the
+//! calls to GitHub; and the operator's own resource use.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -38,30 +38,30 @@ const LABEL: &str = "riscv";
 const NODES: usize = 300;
 const ORGANIZATIONS: usize = 20;
 const SINGLES: usize = 20;
-/// What the webhooks are signed with.
+/// The webhook secret.
 const SECRET: &str = "bench";
-/// Objects of finished jobs, for the memory that they take.
-const OLD: usize = 10_000;
-/// Longer than anything takes on a slow machine.
+/// Number of finished jobs, to measure the memory of their objects.
+const FINISHED_JOBS: usize = 10_000;
+/// Far longer than any step takes, even on a slow machine.
 const DEADLINE: Duration = Duration::from_secs(300);
-/// How often this program looks whether something has come about; times are those of the watch.
-const LOOK: Duration = Duration::from_millis(5);
+/// How often conditions are checked; measured times come from the watch.
+const POLL_PAUSE: Duration = Duration::from_millis(5);
 const MINUTE: Duration = Duration::from_secs(60);
-const REST: Duration = Duration::from_secs(30);
+const IDLE_PERIOD: Duration = Duration::from_secs(30);
 
 pub async fn run(isolated: &Isolated) -> Result<()> {
     let began = Instant::now();
-    let say = |what: &str| eprintln!("{:4.0} s  {what}", began.elapsed().as_secs_f64());
-    say("starting the bed with 300 boards …");
+    let progress = |what: &str| eprintln!("{:4.0} s  {what}", began.elapsed().as_secs_f64());
+    progress("starting the bed with 300 boards …");
     let mut bench = Bench::start(isolated).await?;
     let mut report = Report::default();
-    let outcome = bench.measure(&mut report, say).await;
-    // Also what was found before something went wrong.
+    let outcome = bench.measure(&mut report, progress).await;
+    // Printed even after a failure, with the results so far.
     println!("{report}");
     outcome
 }
 
-/// Those who watch come first, and so end before what they watch.
+/// Field order is drop order: watchers are dropped before what they watch.
 struct Bench {
     boards: Boards,
     kube: ControlPlane,
@@ -69,7 +69,7 @@ struct Bench {
     _nodes: SimulatedNodes,
     app: u64,
     operator: Option<Operator>,
-    /// How an operator is started, and where it then listens.
+    /// The operator's command and its listen address.
     start: Box<dyn Fn() -> Result<(Command, SocketAddr)>>,
 }
 
@@ -115,7 +115,7 @@ impl Bench {
             let mut command = operator::command()?;
             command
                 .args(["--cluster-name", "bench", "--github-api-url", &url, "--listen", &format!("{address}")])
-                // The bed's own programs share the machine: a busy API server must not end the operator.
+                // All processes share the machine: a busy API server must not cost the operator its lease.
                 .args(["--lease-duration", "60s"])
                 .arg("--webhook-secret-file")
                 .arg(&secrets)
@@ -141,13 +141,13 @@ impl Bench {
         let wait = ["wait", "rpool", "riscv", "-n", NAMESPACE, &free, "--timeout=120s"];
         let waited = bench.kube.kubectl(&wait).await?;
         ensure!(waited.status.success(), "the slots are not free: {}", String::from_utf8_lossy(&waited.stderr));
-        // Tokens and runner groups are there when the measuring begins, as in a system that runs.
+        // Tokens and runner groups exist before the measurement, as in a running system.
         let warm = bench.burst(2 * ORGANIZATIONS).await?;
         bench.finish(&warm.jobs).await?;
         Ok(bench)
     }
 
-    async fn measure(&mut self, report: &mut Report, say: impl Fn(&str)) -> Result<()> {
+    async fn measure(&mut self, report: &mut Report, progress: impl Fn(&str)) -> Result<()> {
         for delay in [0, 100] {
             self.github.clear_faults();
             if delay > 0 {
@@ -155,14 +155,14 @@ impl Bench {
                 self.github.fault(Fault { method: None, path: "*".into(), skip: 0, times: None, effect: slow });
             }
             let mut found = Delayed { delay, ..Delayed::default() };
-            say(&format!("GitHub answers after {delay} ms: one job at a time …"));
+            progress(&format!("GitHub answers after {delay} ms: one job at a time …"));
             found.single = self.singles().await?;
-            say("100 jobs, and one more at a time …");
+            progress("100 jobs, and one more at a time …");
             let active = self.burst(100).await?;
             self.until_taken(&active.jobs).await?;
             found.single_among_100 = self.singles().await?;
             if delay == 0 {
-                say("a minute of 100 healthy jobs …");
+                progress("a minute of 100 healthy jobs …");
                 self.github.reset_calls();
                 let before = writes(&self.kube).await?;
                 tokio::time::sleep(MINUTE).await;
@@ -170,11 +170,11 @@ impl Bench {
                 report.writes_a_minute = since(&before, writes(&self.kube).await?);
             }
             self.finish(&active.jobs).await?;
-            say("a burst of 100 …");
+            progress("a burst of 100 …");
             let hundred = self.burst(100).await?;
             found.burst_100 = hundred.last;
             self.finish(&hundred.jobs).await?;
-            say("a burst of 300 …");
+            progress("a burst of 300 …");
             self.github.reset_calls();
             let before = writes(&self.kube).await?;
             let all = self.burst(NODES).await?;
@@ -189,16 +189,16 @@ impl Bench {
             report.delayed.push(found);
         }
         self.github.clear_faults();
-        say("10,000 finished claims and workers …");
+        progress("10,000 finished claims and workers …");
         self.grow_old(report).await?;
         report.memory_10_000 = self.operator()?.memory()?;
-        say("at rest …");
+        progress("at rest …");
         let before = writes(&self.kube).await?;
-        tokio::time::sleep(REST).await;
+        tokio::time::sleep(IDLE_PERIOD).await;
         report.rest = since(&before, writes(&self.kube).await?);
-        say("webhooks as fast as they are answered …");
+        progress("webhooks as fast as they are answered …");
         self.webhooks(report).await?;
-        say("done");
+        progress("done");
         Ok(())
     }
 
@@ -225,14 +225,14 @@ impl Bench {
         Ok(self.github.queue_job(request)?.id)
     }
 
-    /// When the pods of these jobs' claims were seen. Which runner takes which job is GitHub's choice: a claim whose job was
-    /// taken by another's runner before its own pod was made has none, and the other has two.
+    /// When the pods of these jobs' claims were first seen. GitHub chooses the runner of a job: a claim whose job was
+    /// taken by another claim's runner before its own pod was created has none, and the other has two.
     fn pods(&self, jobs: &[u64]) -> Vec<Instant> {
         let claims: HashSet<String> = jobs.iter().map(|job| format!("job-{job}")).collect();
         self.boards.pods(|pods| pods.values().filter(|seen| claims.contains(seen.claim())).map(|s| s.first).collect())
     }
 
-    /// Jobs of one organisation, each after the one before is done.
+    /// Jobs of one organisation, one after the other.
     async fn singles(&self) -> Result<Spread> {
         let mut times = Vec::new();
         for _ in 0..SINGLES {
@@ -248,7 +248,7 @@ impl Bench {
     async fn burst(&self, count: usize) -> Result<Burst> {
         let start = Instant::now();
         let jobs: Vec<u64> = (0..count).map(|number| self.queue(number, None)).collect::<Result<_>>()?;
-        // One that an idle runner takes needs none.
+        // A job taken by an idle runner needs no pod.
         self.until("every job has a pod", || self.pods(&jobs).len() >= count || self.are_taken(&jobs)).await?;
         let last = self.pods(&jobs).into_iter().map(|seen| seen.duration_since(start)).max().unwrap_or_default();
         Ok(Burst { jobs, last })
@@ -262,7 +262,7 @@ impl Bench {
         jobs.iter().all(|job| self.github.job(*job).is_some_and(|job| job.status == Status::InProgress))
     }
 
-    /// Lets the jobs end, and waits until their boards are free again.
+    /// Finishes the jobs and waits until their boards are free.
     async fn finish(&self, jobs: &[u64]) -> Result<()> {
         self.until_taken(jobs).await?;
         for job in jobs {
@@ -271,7 +271,7 @@ impl Bench {
         self.until_done(jobs).await
     }
 
-    /// Until the jobs' claims are over and their pods have ended.
+    /// Waits until the jobs' claims are completed and their pods have ended.
     async fn until_done(&self, jobs: &[u64]) -> Result<()> {
         let claims: HashSet<String> = jobs.iter().map(|job| format!("job-{job}")).collect();
         self.until("the pods have ended", || {
@@ -280,7 +280,7 @@ impl Bench {
         .await
     }
 
-    /// Calls of GitHub since the last reset, by route; webhooks are the other way round.
+    /// Calls to GitHub since the last reset, by route; webhooks are not included.
     fn calls(&self) -> BTreeMap<String, u64> {
         let mut calls = BTreeMap::new();
         for call in self.github.calls() {
@@ -289,7 +289,7 @@ impl Bench {
         calls
     }
 
-    /// Deliveries a second: of jobs that become claims, of such that are known, of such that nobody serves.
+    /// Deliveries per second: of jobs that become claims, of known jobs, and of jobs that no pool serves.
     async fn webhooks(&self, report: &mut Report) -> Result<()> {
         let delivery =
             self.github.deliveries().into_iter().rfind(|delivery| delivery.action.as_deref() == Some("queued"));
@@ -326,7 +326,7 @@ impl Bench {
         Ok(())
     }
 
-    /// A system with a past: as many finished claims as workers, and an operator that has just read them.
+    /// Creates finished claims and as many workers, and restarts the operator so that it reads them.
     async fn grow_old(&mut self, report: &mut Report) -> Result<()> {
         let operator = self.operator.take().context("the operator runs")?;
         operator.stop().await?;
@@ -340,11 +340,11 @@ impl Bench {
                 status["phase"] == "Completed" && status["workers"][0].is_object() || status["state"] == "completed"
             };
             let finished = all.iter().find(served).with_context(|| format!("a {name} that has served"))?;
-            let copies = stream::iter(all.len()..OLD).map(|number| copy(&api, finished, number));
+            let copies = stream::iter(all.len()..FINISHED_JOBS).map(|number| copy(&api, finished, number));
             copies.buffer_unordered(64).try_for_each(async |()| Ok(())).await?;
-            made += OLD - all.len();
+            made += FINISHED_JOBS - all.len();
         }
-        // Each is two writes.
+        // Each object needs two writes.
         report.writes_a_second = 2.0 * made as f64 / start.elapsed().as_secs_f64();
         self.start_operator().await?;
         let mut before = writes(&self.kube).await?;
@@ -364,15 +364,15 @@ impl Bench {
             if start.elapsed() > DEADLINE {
                 let log = self.operator.as_ref().map(Operator::log).unwrap_or_default();
                 let tail: Vec<_> = log.lines().rev().take(30).collect();
-                bail!("not within {DEADLINE:?}: {what}; the operator said last:\n{}", tail.join("\n"));
+                bail!("not within {DEADLINE:?}: {what}; the operator logged last:\n{}", tail.join("\n"));
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_PAUSE).await;
         }
         Ok(())
     }
 }
 
-/// Makes another object like this one, its status included.
+/// Creates a copy of this object, including its status.
 async fn copy(api: &Api<DynamicObject>, like: &DynamicObject, number: usize) -> Result<()> {
     let mut object = like.clone();
     let name = format!("old-{number}");

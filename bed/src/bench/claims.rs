@@ -1,4 +1,4 @@
-//! RunnerClaims as the API server tells of them.
+//! Watches RunnerClaims.
 
 use std::{
     collections::HashMap,
@@ -41,7 +41,7 @@ impl Claims {
         let seen: Arc<Mutex<HashMap<String, Seen>>> = Arc::default();
         let (events, shared) = (watcher(api.clone(), watcher::Config::default()).default_backoff(), seen.clone());
         let task = tokio::spawn(events.for_each(move |event| {
-            let mut seen = shared.lock().expect("nobody panics");
+            let mut seen = shared.lock().expect("no panic while held");
             match event {
                 Ok(watcher::Event::Apply(claim) | watcher::Event::InitApply(claim)) => {
                     let name = claim.metadata.name.clone().unwrap_or_default();
@@ -54,33 +54,33 @@ impl Claims {
                     drop(seen.remove(claim.metadata.name.as_deref().unwrap_or_default()))
                 }
                 Ok(watcher::Event::Init | watcher::Event::InitDone) => {}
-                Err(error) => eprintln!("the watch of claims was interrupted: {error}"),
+                Err(error) => eprintln!("claim watch interrupted: {error}"),
             }
             std::future::ready(())
         }));
         Self { api, seen, numbers: AtomicUsize::default(), task: task.abort_handle() }
     }
 
-    /// A number that no claim has yet.
+    /// An unused claim number.
     pub fn number(&self) -> usize {
         self.numbers.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// When a claim was seen Ready, and the machines it holds.
+    /// When a claim was first seen Ready, and its machines.
     pub fn ready(&self, name: &str) -> Option<(Instant, Vec<String>)> {
-        let seen = self.seen.lock().expect("nobody panics");
+        let seen = self.seen.lock().expect("no panic while held");
         let seen = seen.get(name)?;
         let workers = seen.status["workers"].as_array().into_iter().flatten();
         Some((seen.ready?, workers.filter_map(|worker| worker["name"].as_str().map(str::to_owned)).collect()))
     }
 
     pub fn gone(&self, name: &str) -> bool {
-        !self.seen.lock().expect("nobody panics").contains_key(name)
+        !self.seen.lock().expect("no panic while held").contains_key(name)
     }
 
-    /// Those that are not Ready, for a person who wonders why.
+    /// The claims that are not Ready, for error messages.
     pub fn show(&self) -> String {
-        let seen = self.seen.lock().expect("nobody panics");
+        let seen = self.seen.lock().expect("no panic while held");
         let open = seen.iter().filter(|(_, seen)| seen.ready.is_none());
         open.take(3).map(|(name, seen)| format!("{name}: {}", seen.status)).collect::<Vec<_>>().join("; ")
     }

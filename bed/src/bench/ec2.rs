@@ -1,4 +1,4 @@
-//! The warm pool: claims of 1 to 1,000 runners, their release, and a system at rest.
+//! The warm pool: claims of 1 to 1,000 runners, their release, and an idle system.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -26,22 +26,22 @@ use crate::{
 };
 
 const NAMESPACE: &str = "bench";
-/// A small pool, whose machines are of two kinds, and a large one.
+/// A small pool with machines of two kinds, and a large one.
 const SMALL: &str = "small";
 const LARGE: &str = "large";
 const LARGE_SIZE: usize = 1000;
-/// Longer than anything takes on a slow machine.
+/// Far longer than any step takes, even on a slow machine.
 const DEADLINE: Duration = Duration::from_secs(120);
-/// How long a settled system is watched.
-pub const REST: Duration = Duration::from_secs(30);
-/// How often somebody who waits is told how far it is.
-const PROGRESS: Duration = Duration::from_secs(10);
-/// What is shown of a log when something went wrong.
+/// How long a settled system is observed.
+pub const IDLE_PERIOD: Duration = Duration::from_secs(30);
+/// How often progress is printed.
+const PROGRESS_PERIOD: Duration = Duration::from_secs(10);
+/// How many log lines are shown after a failure.
 const LOG_LINES: usize = 12;
-/// How often this program looks whether something has come about.
-const LOOK: Duration = Duration::from_millis(2);
+/// How often conditions are checked.
+const POLL_PAUSE: Duration = Duration::from_millis(2);
 
-/// Measures, and says what was found, even if not all could be.
+/// Runs the benchmark and prints the report, even if it is incomplete.
 pub async fn run(isolated: &Isolated) -> Result<()> {
     let mut report = Report::default();
     let outcome = measure(isolated, &mut report).await;
@@ -58,8 +58,8 @@ pub async fn run(isolated: &Isolated) -> Result<()> {
 
 async fn measure(isolated: &Isolated, report: &mut Report) -> Result<()> {
     let began = Instant::now();
-    let say = |what: &str| eprintln!("{:4.0} s  {what}", began.elapsed().as_secs_f64());
-    say("starting the bed …");
+    let progress = |what: &str| eprintln!("{:4.0} s  {what}", began.elapsed().as_secs_f64());
+    progress("starting the bed …");
     let stage = Stage::start_with(isolated, Options { unmanned: true, ..Options::default() }).await?;
     let table = table_name(CLUSTER);
     let agents = Agents::start(&stage.aws, dynamodb(stage.aws.dynamodb_url()), table.clone());
@@ -67,7 +67,7 @@ async fn measure(isolated: &Isolated, report: &mut Report) -> Result<()> {
     stage.namespace(NAMESPACE).await?;
     let bench = Bench { claims: Claims::watch(&stage, NAMESPACE), stage, agents };
 
-    say("creating 2 × 50 machines, and releasing them …");
+    progress("creating 2 × 50 machines, and releasing them …");
     bench.pool(SMALL, json!({ "maxInstances": 300 })).await?;
     for kind in ["c*", "m*"] {
         let round = bench.round(vec![bench.claim(SMALL, 50, Some(kind))]).await?;
@@ -78,10 +78,10 @@ async fn measure(isolated: &Isolated, report: &mut Report) -> Result<()> {
     let small = bench.free();
     ensure!(small.len() == 100, "{} machines are in the pool, not 100", small.len());
     for (size, rounds) in [(1, 25), (10, 10), (100, 5)] {
-        say(&format!("{rounds} warm claims of {size} …"));
+        progress(&format!("{rounds} warm claims of {size} …"));
         let mut all = Vec::new();
         for round in 0..rounds {
-            // Workers follow behind: those of a hundred machines would still be written in the next round.
+            // Workers are written later: those of a hundred machines would delay the next round.
             if round == 0 || size == 100 {
                 bench.settle().await?;
             }
@@ -90,45 +90,45 @@ async fn measure(isolated: &Isolated, report: &mut Report) -> Result<()> {
         report.warm.push((size, all));
     }
     bench.settle().await?;
-    say("10 claims of 10 race for 100 …");
+    progress("10 claims of 10 race for 100 …");
     let ten = (0..10).map(|_| bench.claim(SMALL, 10, None)).collect();
     let (round, release) = bench.round_and_back(ten).await?;
     report.races.push(("10 claims of 10 race for 100", round, Some(release)));
     bench.settle().await?;
-    say("two kinds of claims share a queue …");
+    progress("two kinds of claims share a queue …");
     let kinds = (0..20).map(|n| bench.claim(SMALL, 5, Some(if n % 2 == 0 { "c*" } else { "m*" }))).collect();
     let (round, release) = bench.round_and_back(kinds).await?;
     report.races.push(("20 claims of 5, of two kinds, for 100", round, Some(release)));
 
-    say(&format!("a pool that keeps {LARGE_SIZE} machines warm …"));
+    progress(&format!("a pool that keeps {LARGE_SIZE} machines warm …"));
     let warming = Instant::now();
     bench.pool(LARGE, json!({ "minIdle": LARGE_SIZE, "maxInstances": LARGE_SIZE })).await?;
-    let mut told = Instant::now();
+    let mut last_progress = Instant::now();
     let warm = || {
         let free = bench.free().len() - small.len();
-        if told.elapsed() > PROGRESS {
-            told = Instant::now();
-            say(&format!("{free} are warm, AWS was called for {:?}", bench.stage.aws.calls()));
+        if last_progress.elapsed() > PROGRESS_PERIOD {
+            last_progress = Instant::now();
+            progress(&format!("{free} are warm, AWS was called for {:?}", bench.stage.aws.calls()));
         }
         free == LARGE_SIZE
     };
     bench.stage.aws.reset_calls();
     bench.until("the large pool is warm", warm).await?;
-    say(&format!("warm after {:.0} s; now it settles …", warming.elapsed().as_secs_f64()));
+    progress(&format!("warm after {:.0} s; now it settles …", warming.elapsed().as_secs_f64()));
     report.rest = bench.rest().await?;
-    // To list a thousand machines takes the emulated EC2 seconds of a core that all others need: both pools are to have been
-    // compared a moment ago.
-    say("the next comparison with EC2 …");
+    // Listing a thousand machines costs the emulated EC2 seconds of CPU time, so the measurement starts right after
+    // both pools were compared with EC2.
+    progress("the next comparison with EC2 …");
     bench.until("EC2 was asked for both pools", || bench.listed() >= 2).await?;
     bench.settle().await?;
     bench.until("EC2 has answered", || !bench.stage.aws.is_ec2_busy()).await?;
-    say("100 claims of 10 …");
+    progress("100 claims of 10 …");
     let hundred = (0..100).map(|_| bench.claim(LARGE, 10, None)).collect();
     let thousand = bench.round(hundred).await?;
     let large: Vec<_> = thousand.served.iter().flat_map(|(_, ids)| ids.clone()).collect();
     report.races.push(("100 claims of 10 from 1,000", thousand, None));
 
-    say("the same by hand, without the operator …");
+    progress("the same by hand, without the operator …");
     operator.stop().await?;
     let hand = Hand { client: dynamodb(bench.stage.aws.endpoint()), table };
     for (size, rounds) in [(1, 25), (10, 10), (100, 5), (1000, 1)] {
@@ -139,30 +139,30 @@ async fn measure(isolated: &Isolated, report: &mut Report) -> Result<()> {
         }
         report.hand.insert(size, Spread::of(times).percentile(50));
     }
-    say("done");
+    progress("done");
     Ok(())
 }
 
-/// Those who watch come first, and so end before what they watch.
+/// Field order is drop order: watchers are dropped before what they watch.
 struct Bench {
     claims: Claims,
     agents: Agents,
     stage: Stage,
 }
 
-/// One or more claims at once, from their creation to the last that is Ready.
+/// One or more concurrent claims, from creation until all are Ready.
 pub struct Round {
     names: Vec<String>,
     /// Each claim's time to Ready, and its machines.
     pub served: Vec<(Duration, Vec<String>)>,
     pub whole: Duration,
-    /// The share of each claim's time in which it waited for its agents alone.
+    /// The share of each claim's time spent waiting for its agents.
     pub waited: Vec<f64>,
-    /// What each claim took after the last of its agents had answered.
+    /// Each claim's time to Ready after the last signal of its agents.
     pub after_signal: Vec<Duration>,
     pub calls: Calls,
     pub created: usize,
-    /// Machines that more than one claim has.
+    /// Machines held by more than one claim.
     pub twice: usize,
 }
 
@@ -175,7 +175,7 @@ pub struct Release {
 
 impl Bench {
     async fn pool(&self, name: &str, changes: Value) -> Result<()> {
-        // On a slow machine the bed itself may need longer than a pool allows its agents.
+        // On a slow machine the bed may exceed the default registration timeout.
         let mut ec2 =
             json!({ "lifetimes": { "idle": "2h", "maxRuntime": "2h" }, "timeouts": { "registration": "60s" } });
         if let (Value::Object(ec2), Value::Object(changes)) = (&mut ec2, changes) {
@@ -188,7 +188,7 @@ impl Bench {
         Ok(())
     }
 
-    /// A claim with a name and a run of its own.
+    /// A claim with a unique name and run.
     fn claim(&self, pool: &str, count: usize, types: Option<&str>) -> Value {
         let number = self.claims.number();
         let run = (900_000 + number).to_string();
@@ -199,9 +199,9 @@ impl Bench {
         claim
     }
 
-    /// The machines that can be claimed.
+    /// The claimable machines.
     fn free(&self) -> Vec<String> {
-        self.agents.look(|agents| agents.iter().filter(|(_, a)| a.is_free()).map(|(id, _)| id.clone()).collect())
+        self.agents.read(|agents| agents.iter().filter(|(_, a)| a.is_free()).map(|(id, _)| id.clone()).collect())
     }
 
     async fn round(&self, claims: Vec<Value>) -> Result<Round> {
@@ -233,13 +233,13 @@ impl Bench {
             round.whole = round.whole.max(ready.duration_since(start));
             round.twice += ids.iter().filter(|id| !seen.insert((*id).clone())).count();
             let of = |time: fn(&Agent) -> Option<Instant>| {
-                self.agents.look(|agents| ids.iter().filter_map(|id| time(agents.get(id)?)).max())
+                self.agents.read(|agents| ids.iter().filter_map(|id| time(agents.get(id)?)).max())
             };
-            let asked = of(|agent| Some(agent.said.as_ref()?.asked)).context("its agents were asked")?;
-            let said = of(|agent| Some(agent.said.as_ref()?.at)).context("its agents have answered")?;
+            let asked = of(|agent| Some(agent.sent.as_ref()?.asked)).context("its agents were asked")?;
+            let answered = of(|agent| Some(agent.sent.as_ref()?.at)).context("its agents have answered")?;
             let took = ready.duration_since(started);
-            round.waited.push(said.saturating_duration_since(asked).as_secs_f64() / took.as_secs_f64());
-            round.after_signal.push(ready.saturating_duration_since(said));
+            round.waited.push(answered.saturating_duration_since(asked).as_secs_f64() / took.as_secs_f64());
+            round.after_signal.push(ready.saturating_duration_since(answered));
             round.served.push((took, ids));
         }
         Ok(round)
@@ -252,17 +252,17 @@ impl Bench {
         try_join_all(round.names.iter().map(|name| self.claims.api.delete(name, &how))).await?;
         let ids: HashSet<_> = round.served.iter().flat_map(|(_, ids)| ids).collect();
         let all = |what: fn(&Agent) -> bool| {
-            self.agents.look(|agents| ids.iter().all(|id| agents.get(*id).is_some_and(what)))
+            self.agents.read(|agents| ids.iter().all(|id| agents.get(*id).is_some_and(what)))
         };
         self.until("the machines are back in the pool", || all(Agent::is_free)).await?;
         let last = |time: fn(&Agent) -> Option<Instant>| {
-            self.agents.look(|agents| ids.iter().filter_map(|id| time(agents.get(*id)?)).max().unwrap_or(start))
+            self.agents.read(|agents| ids.iter().filter_map(|id| time(agents.get(*id)?)).max().unwrap_or(start))
         };
-        let (offered, said) = (last(|agent| Some(agent.written)), last(|agent| Some(agent.said.as_ref()?.at)));
+        let (pooled, answered) = (last(|agent| Some(agent.written)), last(|agent| Some(agent.sent.as_ref()?.at)));
         let calls = self.stage.aws.calls();
         self.until("the claims are gone", || round.names.iter().all(|name| self.claims.gone(name))).await?;
-        let after_signal = offered.saturating_duration_since(said);
-        Ok(Release { whole: offered.saturating_duration_since(start), after_signal, calls })
+        let after_signal = pooled.saturating_duration_since(answered);
+        Ok(Release { whole: pooled.saturating_duration_since(start), after_signal, calls })
     }
 
     async fn round_and_back(&self, claims: Vec<Value>) -> Result<(Round, Release)> {
@@ -271,18 +271,18 @@ impl Bench {
         Ok((round, release))
     }
 
-    /// How often machines were listed since calls are counted.
+    /// How often machines were listed since the last reset.
     fn listed(&self) -> u64 {
         let calls = self.stage.aws.calls();
         calls.get(&Service::Ec2).and_then(|calls| calls.get("DescribeInstances")).copied().unwrap_or(0)
     }
 
-    /// Waits until nothing is written any more: Workers follow their machines.
+    /// Waits until nothing is written any more: Workers are updated after their machines.
     async fn settle(&self) -> Result<Duration> {
         let start = Instant::now();
         let (mut before, mut quiet) = (writes(&self.stage.kube).await?, 0);
         while quiet < 2 {
-            ensure!(start.elapsed() < DEADLINE, "the system does not come to rest");
+            ensure!(start.elapsed() < DEADLINE, "the system does not settle");
             tokio::time::sleep(Duration::from_millis(1200)).await;
             let now = writes(&self.stage.kube).await?;
             quiet = if now == before { quiet + 1 } else { 0 };
@@ -291,12 +291,12 @@ impl Bench {
         Ok(start.elapsed())
     }
 
-    /// What a system that has nothing to do does.
+    /// Measures the writes and calls of an idle system.
     async fn rest(&self) -> Result<Rest> {
         let settled = self.settle().await?;
         let before = writes(&self.stage.kube).await?;
         self.stage.aws.reset_calls();
-        tokio::time::sleep(REST).await;
+        tokio::time::sleep(IDLE_PERIOD).await;
         let calls = self.stage.aws.calls();
         self.stage.aws.reset_calls();
         let writes = since(&before, writes(&self.stage.kube).await?);
@@ -307,7 +307,7 @@ impl Bench {
         let start = Instant::now();
         while !true_() {
             if start.elapsed() > DEADLINE {
-                let states = self.agents.look(|agents| {
+                let states = self.agents.read(|agents| {
                     let mut states: BTreeMap<String, usize> = BTreeMap::new();
                     for agent in agents.values() {
                         let state = |r: &paddock_record::Instance| format!("{} {}", r.state, r.leaving.is_empty());
@@ -317,7 +317,7 @@ impl Bench {
                 });
                 bail!("not within {DEADLINE:?}: {what}; machines: {states:?}; claims: {}", self.claims.show());
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_PAUSE).await;
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What anybody must do who claims machines on this bed, and nothing else: the baseline of every figure.
+//! The baseline: the minimum of writes and reads that any claimer needs on this bed.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -17,17 +17,17 @@ use paddock_record::{ClaimRef, Instance, PublicKey, Signal, Transition, WorkerSi
 
 use super::agents::{Agent, Agents};
 
-/// How often it looks for the agents' signals.
-const LOOK: Duration = Duration::from_millis(10);
+/// How often the agents' signals are polled.
+const SIGNAL_POLL: Duration = Duration::from_millis(10);
 const DEADLINE: Duration = Duration::from_secs(60);
-/// What DynamoDB takes in one call.
-const READS: usize = 100;
-/// Longer than the benchmark takes: no time is up while it measures.
+/// DynamoDB's batch limit.
+const READ_BATCH: usize = 100;
+/// Longer than the benchmark takes, so that nothing expires.
 const LIFETIME: SignedDuration = SignedDuration::from_hours(2);
 
 type Item = HashMap<String, AttributeValue>;
 
-/// A DynamoDB client, as the operator's.
+/// A DynamoDB client like the operator's.
 pub fn dynamodb(url: &str) -> Client {
     let config = aws_sdk_dynamodb::Config::builder()
         .behavior_version(BehaviorVersion::latest())
@@ -37,15 +37,15 @@ pub fn dynamodb(url: &str) -> Client {
     Client::from_conf(config.build())
 }
 
-/// A claimer without queue, Kubernetes or memory.
+/// A claimer without queue, Kubernetes or state.
 pub struct Hand {
     pub client: Client,
     pub table: String,
 }
 
 impl Hand {
-    /// One conditional write for each machine, a wait for its agent, and another conditional write. The writes are the
-    /// operator's own, each in a call of its own.
+    /// For each machine: a conditional write, a wait for its agent, and another conditional write. The transitions are
+    /// the operator's own, each in a separate call.
     pub async fn claim(&self, agents: &Agents, ids: &[String], run_id: &str) -> Result<Duration> {
         let free = self.free(agents, ids).await?;
         let claim = ClaimRef { name: run_id, uid: run_id, run: run_id };
@@ -62,12 +62,12 @@ impl Hand {
             ensure!(start.elapsed() < DEADLINE, "{} agents did not answer", silent.len());
             let asked: Vec<_> = silent.iter().cloned().collect();
             for item in self.read(entity::SIGNAL, &asked).await? {
-                let said = WorkerSignal::from_item(&item)?;
-                if said.signal == Signal::Registered && said.run_id == run_id {
-                    silent.remove(&said.instance_id);
+                let signal = WorkerSignal::from_item(&item)?;
+                if signal.signal == Signal::Registered && signal.run_id == run_id {
+                    silent.remove(&signal.instance_id);
                 }
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(SIGNAL_POLL).await;
         }
         let (now, threshold) = times();
         let started = claimed.iter().map(|claimed| transition::start(claimed.next(), threshold, now));
@@ -76,8 +76,7 @@ impl Hand {
         Ok(start.elapsed())
     }
 
-    /// Gives machines back that an earlier round, or the operator, left running, and waits until their agents have seen
-    /// it. None of this is measured.
+    /// Releases machines left running by an earlier round or the operator, and waits for their agents. Not measured.
     async fn free(&self, agents: &Agents, ids: &[String]) -> Result<Vec<Instance>> {
         let stored = self.read(entity::INSTANCE, ids).await?;
         let stored = stored.iter().map(Instance::from_item).collect::<Result<Vec<_>, _>>()?;
@@ -92,9 +91,9 @@ impl Hand {
         });
         let freed = try_join_all(freed).await?;
         let start = Instant::now();
-        while !agents.look(|agents| ids.iter().all(|id| agents.get(id).is_some_and(Agent::is_free))) {
+        while !agents.read(|agents| ids.iter().all(|id| agents.get(id).is_some_and(Agent::is_free))) {
             ensure!(start.elapsed() < DEADLINE, "the agents did not see that their machines are free");
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(SIGNAL_POLL).await;
         }
         Ok(freed)
     }
@@ -115,7 +114,7 @@ impl Hand {
     }
 
     async fn read(&self, entity: &str, ids: &[String]) -> Result<Vec<Item>> {
-        let reads = ids.chunks(READS).map(async |ids| {
+        let reads = ids.chunks(READ_BATCH).map(async |ids| {
             let keys = ids.iter().map(|id| key(entity, id)).collect();
             let wanted = KeysAndAttributes::builder().set_keys(Some(keys)).consistent_read(true).build()?;
             let answer = self.client.batch_get_item().request_items(&self.table, wanted).send().await?;
@@ -125,7 +124,7 @@ impl Hand {
     }
 }
 
-/// Now, and the threshold of a change that is made now.
+/// The current time and the threshold for a change made now.
 fn times() -> (Timestamp, Timestamp) {
     let now = Timestamp::now();
     (now, now + LIFETIME)
@@ -133,6 +132,6 @@ fn times() -> (Timestamp, Timestamp) {
 
 fn public_key(agents: &Agents, instance: &Instance) -> Result<PublicKey> {
     let id = &instance.instance_id;
-    let key = agents.look(|agents| agents.get(id).map(|agent| agent.public.clone()));
+    let key = agents.read(|agents| agents.get(id).map(|agent| agent.public.clone()));
     key.with_context(|| format!("{id} has an agent"))
 }

@@ -1,4 +1,4 @@
-//! `make bench`: how fast Paddock is, on the bed, beside what the bed's own parts take for the same.
+//! `make bench`: Paddock's speed on the bed, compared with a baseline of the bed's own parts.
 
 mod agents;
 mod board_report;
@@ -20,7 +20,7 @@ use crate::{
     stage::TOOLS,
 };
 
-/// What can be measured, each by itself.
+/// The parts of the benchmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Part {
     /// The warm pool of EC2 machines
@@ -29,7 +29,7 @@ pub enum Part {
     Boards,
 }
 
-/// Measures the given parts, or all.
+/// Runs the given parts, or all.
 pub fn run(parts: &[Part]) -> Result<()> {
     let parts = if parts.is_empty() { Part::value_variants() } else { parts };
     let isolated = isolate::enter(Options { tools: &[TOOLS, &kwok::TOOLS].concat(), listen: 0 })?;
@@ -44,7 +44,7 @@ pub fn run(parts: &[Part]) -> Result<()> {
     })
 }
 
-/// How often Paddock's kinds, what it makes of them, and events were written since the API server started.
+/// Write counts of Paddock's kinds, pods, secrets and events since the API server started.
 async fn writes(plane: &ControlPlane) -> Result<BTreeMap<String, u64>> {
     let request = axum::http::Request::get("/metrics").body(Vec::new())?;
     let text = plane.client().request_text(request).await?;
@@ -66,7 +66,7 @@ async fn writes(plane: &ControlPlane) -> Result<BTreeMap<String, u64>> {
     Ok(writes)
 }
 
-/// What came to the counts since `before`.
+/// The increase of the counts since `before`.
 fn since(before: &BTreeMap<String, u64>, mut now: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     now.retain(|what, count| {
         *count -= before.get(what).copied().unwrap_or(0);
@@ -75,7 +75,7 @@ fn since(before: &BTreeMap<String, u64>, mut now: BTreeMap<String, u64>) -> BTre
     now
 }
 
-/// Figures, sorted.
+/// Sorted figures.
 #[derive(Default)]
 struct Spread(Vec<f64>);
 
@@ -91,14 +91,14 @@ impl Spread {
         Self(sorted)
     }
 
-    /// The least figure that so many of a hundred do not exceed.
+    /// The nearest-rank percentile.
     fn percentile(&self, percent: usize) -> f64 {
         let rank = (self.0.len() * percent).div_ceil(100).max(1);
         self.0.get(rank - 1).copied().unwrap_or(f64::NAN)
     }
 }
 
-/// Rows of text in columns as wide as they need to be.
+/// Rows of text in aligned columns.
 struct Table(Vec<Vec<String>>);
 
 impl Table {

@@ -1,4 +1,4 @@
-//! What the EC2 part found, beside what was aimed at and what the system that Paddock follows does.
+//! Results of the EC2 benchmark, next to the targets and the figures of the reference system.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -8,32 +8,32 @@ use std::{
 
 use super::{
     Spread, Table,
-    ec2::{REST, Release, Round},
+    ec2::{IDLE_PERIOD, Release, Round},
 };
 use crate::aws::Calls;
 
 #[derive(Default)]
 pub struct Report {
     pub creations: Vec<(Round, Release)>,
-    /// By size: one claim at a time.
+    /// One claim at a time, by size.
     pub warm: Vec<(usize, Vec<(Round, Release)>)>,
     /// Several claims at once.
     pub races: Vec<(&'static str, Round, Option<Release>)>,
     pub rest: Rest,
-    /// The median by hand, in milliseconds, by size.
+    /// The baseline's median in milliseconds, by size.
     pub hand: HashMap<usize, f64>,
 }
 
-/// A system with nothing to do.
+/// An idle system.
 #[derive(Default)]
 pub struct Rest {
-    /// How long the Workers took to show the machines.
+    /// How long the Workers took to catch up with the machines.
     pub settled: Duration,
     pub writes: BTreeMap<String, u64>,
     pub calls: Calls,
 }
 
-/// What is aimed at, in milliseconds or calls.
+/// The targets, in milliseconds or calls.
 fn verdict(found: f64, limit: f64) -> String {
     format!("≤ {limit}: {}", if found <= limit { "yes" } else { "NO" })
 }
@@ -42,7 +42,7 @@ fn total(calls: &Calls) -> u64 {
     calls.values().flat_map(BTreeMap::values).sum()
 }
 
-/// What reference systems and targets say of each row.
+/// The reference figure and target of each row.
 fn known(row: &str) -> (&'static str, Option<f64>) {
     match row {
         "warm claim of 1" => ("690", Some(100.0)),
@@ -173,11 +173,11 @@ impl Report {
 
 impl fmt::Display for Rest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let rate = total(&self.calls) as f64 / REST.as_secs_f64();
+        let rate = total(&self.calls) as f64 / IDLE_PERIOD.as_secs_f64();
         writeln!(
             f,
             "At rest, watched for {} s, after the Workers had settled within {:.0} s:",
-            REST.as_secs(),
+            IDLE_PERIOD.as_secs(),
             self.settled.as_secs_f64()
         )?;
         writeln!(f, "- writes to the API server, beside the lease: {:?} (target: none)", self.writes)?;

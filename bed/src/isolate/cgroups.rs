@@ -1,5 +1,5 @@
-//! One cgroup per hierarchy for each bed, the root of all that its kubelet and containers make: they cannot meet those
-//! of another bed or of the machine, and removing it removes all. Version 1, version 2 and the mix of both.
+//! One cgroup per hierarchy for each bed, the root of all cgroups of its kubelet and containers. They cannot collide
+//! with other beds or the machine, and are removed together. Supports version 1, version 2 and the hybrid mode.
 
 use std::{
     fs, io,
@@ -16,7 +16,7 @@ use nix::{
 #[derive(Debug, PartialEq)]
 struct Hierarchy {
     mount: PathBuf,
-    /// Which directory of the hierarchy is mounted there; `/` unless we are in a container.
+    /// The directory of the hierarchy that is mounted there; `/` unless in a container.
     root: PathBuf,
     /// Controllers or `name=…` of version 1; `None` is version 2.
     v1: Option<String>,
@@ -26,8 +26,8 @@ struct Hierarchy {
 pub(super) struct Cgroups(Vec<(PathBuf, bool)>);
 
 impl Cgroups {
-    /// Makes them, below the cgroup that this process is in, so that limits set on it hold for the bed too. Version 2
-    /// allows no children with controllers beside processes, so there they lie at the top.
+    /// Creates them below this process's cgroup, so that its limits apply to the bed too. Version 2 allows no children
+    /// with controllers next to processes, so there they are at the top.
     pub(super) fn create(name: &str) -> Result<Self, String> {
         let hierarchies = hierarchies(&read("/proc/self/mountinfo")?);
         let current = read("/proc/self/cgroup")?;
@@ -50,7 +50,7 @@ impl Cgroups {
         Ok(made)
     }
 
-    /// Moves this process in and makes them the root of all it can see.
+    /// Moves this process into them and makes them the root of its cgroup namespace.
     pub(super) fn join(&self) -> Result<()> {
         for (dir, _) in &self.0 {
             enter(dir)?;
@@ -68,13 +68,13 @@ impl Cgroups {
         Ok(())
     }
 
-    /// Removes them with all below; false while a process is still in one.
+    /// Removes them recursively; returns false while a process is still in one.
     pub(super) fn remove(&self) -> bool {
         self.0.iter().map(|(dir, _)| remove_tree(dir)).filter(Result::is_err).count() == 0
     }
 }
 
-/// Shows the bed's cgroups, and only them, where programs look for cgroups; and the /sys of its own network.
+/// Mounts only the bed's cgroups at the usual path, and a /sys for its own network namespace.
 pub(super) fn mount_own() -> Result<()> {
     let hierarchies = hierarchies(&fs::read_to_string("/proc/self/mountinfo")?);
     mount(Some("sysfs"), "/sys", Some("sysfs"), MsFlags::empty(), None::<&str>).context("cannot mount /sys")?;
@@ -135,7 +135,7 @@ fn below(root: &Path, path: &Path) -> PathBuf {
 
 fn make(dir: &Path, hierarchy: &Hierarchy) -> io::Result<()> {
     fs::create_dir(dir)?;
-    // A new cpuset is empty, and no process may enter an empty one.
+    // A new cpuset is empty, and no process can join an empty one.
     if hierarchy.v1.as_deref().is_some_and(|controllers| controllers.split(',').any(|c| c == "cpuset")) {
         for file in ["cpuset.cpus", "cpuset.mems"] {
             fs::write(dir.join(file), fs::read(dir.join("..").join(file))?)?;

@@ -1,8 +1,7 @@
 //! The loopback device of the bed's network namespace, with the addresses of a cluster on it.
 //!
-//! They are local addresses of the namespace, so pods behind any veth reach them, and the API server that listens on
-//! all of them answers at the ClusterIP of its service with neither kube-proxy nor packet filter. There is no device
-//! that leads out.
+//! They are local addresses of the namespace, so pods reach them through any veth. The API server listens on all of
+//! them and answers at the ClusterIP of its service without kube-proxy or packet filters. There is no route out.
 
 use std::net::{Ipv4Addr, UdpSocket};
 use std::os::fd::AsRawFd;
@@ -10,7 +9,7 @@ use std::os::fd::AsRawFd;
 use anyhow::Result;
 use nix::{errno::Errno, libc};
 
-/// The node's address, where pods find the bed's servers.
+/// The node's address, where pods reach the bed's servers.
 pub const BED_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 88, 0, 1);
 /// The ClusterIP of the service `default/kubernetes`: always the first of [`SERVICE_RANGE`].
 pub const SERVICE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 96, 0, 1);
@@ -30,7 +29,7 @@ fn bring_up(socket: &UdpSocket) -> Result<()> {
     ioctl(socket, libc::SIOCSIFFLAGS, &request)
 }
 
-/// Adds `address` alone: without a mask of 32 bits its whole class A network would count as local.
+/// Adds a single `address`: without a /32 mask its whole class A network would be local.
 fn add_address(socket: &UdpSocket, alias: &str, address: Ipv4Addr) -> Result<()> {
     let mut request = interface(alias);
     request.ifr_ifru.ifru_addr = socket_address(address);

@@ -7,8 +7,8 @@ use anyhow::Result;
 use super::{ControlPlane, RELEASE, RELEASE_NAMESPACE, WAIT, client_from, succeeded};
 
 impl ControlPlane {
-    /// Applies the chart's CRDs, service account and roles without its deployment; `settings` are more `--set` values.
-    /// The answer is the kubeconfig of the operator that the chart would run.
+    /// Applies the chart's CRDs, service account and roles without its deployment; `settings` are additional `--set`
+    /// values. Returns the kubeconfig for the chart's operator.
     pub async fn install_chart_rbac(&self, settings: &[&str]) -> Result<PathBuf> {
         let chart = concat!(env!("PADDOCK_SOURCE"), "/charts/paddock");
         let mut args = vec!["template", RELEASE, chart, "--namespace", RELEASE_NAMESPACE, "--set", "clusterName=bed"];
@@ -19,7 +19,7 @@ impl ControlPlane {
         let wait = ["wait", "--for=condition=Established", "--timeout=120s", "crd", "--all"];
         succeeded("kubectl wait", self.kubectl(&wait).await?)?;
         let kubeconfig = self.kubeconfig_for_service_account(RELEASE_NAMESPACE, RELEASE).await?;
-        // What is established is served a moment later, and rights take effect a moment after they are written.
+        // An established CRD is served a moment later, and RBAC rules take effect with a delay.
         let operator = client_from(&kubeconfig).await?;
         for plural in ["runnerpools", "runnerclaims", "workers"] {
             let list = format!("/apis/paddock.dev/v1alpha1/{plural}?limit=1");
@@ -34,7 +34,7 @@ impl ControlPlane {
     }
 }
 
-/// The documents of a rendered chart that make the operator's rights, not those that make it run.
+/// The documents of a rendered chart with the operator's permissions, without its workload.
 fn without_workload(rendered: &str) -> String {
     const KINDS: [&str; 8] = [
         "CustomResourceDefinition",

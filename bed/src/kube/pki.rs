@@ -1,4 +1,4 @@
-//! The certificate authority of a bed's cluster, and what it issues.
+//! The certificate authority of a bed's cluster, and its certificates.
 
 use std::{
     fs,
@@ -28,7 +28,7 @@ pub struct Certificate {
     pub key: PathBuf,
 }
 
-/// How a kubeconfig's user proves who it is.
+/// The credentials of a kubeconfig's user.
 pub enum Identity<'a> {
     Certificate(&'a Certificate),
     Token(&'a str),
@@ -53,17 +53,17 @@ impl Pki {
         self.dir.join("ca.crt")
     }
 
-    /// The key that signs service account tokens; beside it, ending in `pub`, the one that verifies them.
+    /// The key that signs service account tokens; the public key is next to it, with the extension `pub`.
     pub fn service_account_key(&self) -> PathBuf {
         self.dir.join("service-account.key")
     }
 
-    /// A certificate for the user `user` in `groups`, as the API server reads them from a subject.
+    /// A client certificate for `user` in `groups`, which the API server reads from the subject.
     pub fn client(&self, user: &str, groups: &[&str]) -> Result<Certificate> {
         self.issue(user, groups, Vec::new(), ExtendedKeyUsagePurpose::ClientAuth)
     }
 
-    /// A certificate for a server that is found under `names` and `addresses`.
+    /// A server certificate for `names` and `addresses`.
     pub fn server(&self, server: &str, names: &[&str], addresses: &[IpAddr]) -> Result<Certificate> {
         let names = names.iter().map(|name| Ok(SanType::DnsName((*name).try_into()?)));
         let addresses = addresses.iter().map(|address| Ok(SanType::IpAddress(*address)));
@@ -92,7 +92,7 @@ impl Pki {
         Ok(issued)
     }
 
-    /// Writes a kubeconfig that needs no other file.
+    /// Writes a self-contained kubeconfig.
     pub fn kubeconfig(&self, path: &Path, server: &str, namespace: &str, identity: Identity) -> Result<()> {
         let data = |file: &Path| Ok::<_, std::io::Error>(BASE64_STANDARD.encode(fs::read(file)?));
         let user = match identity {

@@ -1,4 +1,4 @@
-//! The bed's own HTTP API: what a test does to the operator and to machines, for programs outside.
+//! The bed's HTTP API, through which outside programs control the operator and machines.
 
 use std::{collections::BTreeMap, net::TcpListener, sync::Arc};
 
@@ -41,7 +41,7 @@ impl Admin {
     }
 }
 
-/// Serves for ever.
+/// Serves forever.
 pub async fn serve(listener: TcpListener, admin: Admin) -> Result<()> {
     listener.set_nonblocking(true)?;
     let router = Router::new()
@@ -59,7 +59,7 @@ pub async fn serve(listener: TcpListener, admin: Admin) -> Result<()> {
 type Bed = State<Arc<Admin>>;
 type Answer = Result<Json<Value>, Problem>;
 
-/// What cannot be done, and why.
+/// A failed request, with its reason.
 struct Problem(StatusCode, String);
 
 impl IntoResponse for Problem {
@@ -68,7 +68,7 @@ impl IntoResponse for Problem {
     }
 }
 
-/// A JSON body, whatever its type is called; none is `{}`.
+/// A JSON body of any content type; an empty one is `{}`.
 struct Body<T>(T);
 
 impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Body<T> {
@@ -106,7 +106,7 @@ async fn restart(State(admin): Bed, Body(Restart { args, env, signal }): Body<Re
     };
     let additions = Additions { args, env };
     let answer = json!(additions);
-    // To its end even if the client hangs up.
+    // Spawned, so that it completes even if the client disconnects.
     let work = tokio::spawn(async move { admin.supervisor.restart(additions, signal).await });
     match work.await {
         Ok(Ok(())) => Ok(Json(answer)),
@@ -119,7 +119,7 @@ async fn operator_log(State(admin): Bed) -> String {
     admin.supervisor.log()
 }
 
-/// Those that run, as the AWS front knows them; `state` is the machine's own.
+/// The running instances, as the AWS front end knows them; `state` is the machine's own.
 async fn machines(State(admin): Bed) -> Json<Value> {
     let states = admin.stage.machines.list();
     let running = admin.stage.aws.instances().into_iter().filter(|instance| instance.state == InstanceState::Running);
@@ -169,7 +169,7 @@ async fn unknown(method: Method, uri: Uri) -> Problem {
     Problem(StatusCode::NOT_FOUND, format!("there is no {method} {}; there are {ROUTES}", uri.path()))
 }
 
-/// What no process can have in its environment is refused before something is started with it.
+/// Rejects environment variables that no process can have, before something is started with them.
 fn check_env(env: &BTreeMap<String, String>) -> Result<(), Problem> {
     let bad =
         |(name, value): &(&String, &String)| name.is_empty() || name.contains(['=', '\0']) || value.contains('\0');

@@ -1,4 +1,4 @@
-//! Where the host reaches the bed: ports of its loopback.
+//! Ports on the host's loopback that lead into the bed.
 
 use std::{
     net::{Ipv4Addr, SocketAddr, TcpListener},
@@ -13,7 +13,7 @@ use crate::{
 };
 
 pub struct Doors {
-    /// Ports that mean the same in the bed.
+    /// Ports that are the same inside the bed.
     pub aws: u16,
     pub github: u16,
     pub operator: u16,
@@ -26,7 +26,7 @@ impl Doors {
     /// How many listeners the bed needs.
     pub const COUNT: usize = 5;
 
-    /// Takes the listeners. What comes before its server listens is turned away.
+    /// Takes the listeners. Connections are refused until the server listens.
     pub fn open(isolated: &mut Isolated) -> Result<Self> {
         let own_network = !isolated.address.is_loopback();
         let listeners = std::mem::take(&mut isolated.listeners);
@@ -46,7 +46,7 @@ impl Doors {
         (Ipv4Addr::LOCALHOST, port).into()
     }
 
-    /// Lets the host's kubectl in, by the kubeconfig.
+    /// Gives the host's kubectl access through the kubeconfig.
     pub fn admit_kubectl(&self, kube: &ControlPlane) -> Result<()> {
         kube.kubeconfig_for_host(&self.kubeconfig, self.kubernetes.local_addr()?.port())?;
         tokio::spawn(forward(self.kubernetes.try_clone()?, (kube.address(), kube.port()).into()));
@@ -54,8 +54,8 @@ impl Doors {
     }
 }
 
-/// Leads from a port on the host to the same port in the bed. Where the bed has no network of its own, they are one: the
-/// listener makes room for the server.
+/// Forwards a port on the host to the same port in the bed. Without a network namespace they are identical, so the
+/// listener is closed for the server.
 fn share(listener: TcpListener, own_network: bool) -> Result<u16> {
     let port = listener.local_addr()?.port();
     if own_network {

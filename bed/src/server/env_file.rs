@@ -1,4 +1,4 @@
-//! The file that tells programs outside how to use the bed: `. FILE` in a shell, or line by line.
+//! The env file through which outside programs find the bed: `. FILE` in a shell, or parsed line by line.
 
 use std::{
     fs,
@@ -15,7 +15,7 @@ pub struct EnvFile {
 }
 
 impl EnvFile {
-    /// Whoever finds the file finds all of it.
+    /// Writes the file atomically.
     pub fn write(path: PathBuf, values: &[(&str, String)]) -> Result<Self> {
         write_atomically(&path, text(values)).with_context(|| format!("cannot write {}", path.display()))?;
         Ok(Self { path })
@@ -32,7 +32,7 @@ impl Drop for EnvFile {
     }
 }
 
-/// A line for each name, and one that exports them, so that a shell which reads the file passes them on.
+/// A line for each variable, and one that exports them to child processes of the shell.
 fn text(values: &[(&str, String)]) -> String {
     let mut text: String = values.iter().map(|(name, value)| format!("{name}={}\n", quoted(value))).collect();
     let names: Vec<_> = values.iter().map(|(name, _)| *name).collect();
@@ -40,7 +40,7 @@ fn text(values: &[(&str, String)]) -> String {
     text
 }
 
-/// A shell's word for a value, whatever is in it.
+/// Quotes a value for the shell.
 fn quoted(value: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-./:@".contains(c);
     match !value.is_empty() && value.chars().all(plain) {

@@ -1,7 +1,7 @@
-//! `make bed`: everything that the demo and the tests use, kept running for programs outside.
+//! `make bed`: runs everything that the demo and the tests use, for outside programs.
 //!
-//! AWS, GitHub and the operator have the same port in the bed as on the host's loopback, so that an address which one of
-//! them gives away (a queue's URL, a webhook's target) means the same on both sides.
+//! AWS, GitHub and the operator have the same port in the bed as on the host's loopback, so that their URLs (such as a
+//! queue's URL or a webhook's target) work on both sides.
 
 mod admin;
 mod doors;
@@ -37,28 +37,28 @@ const BOARD_POOL: &str = "boards";
 const LABEL: &str = "riscv";
 const BOARD: &str = "bed-board";
 const RESOURCE: &str = "riseproject.com/runner";
-/// Not called after the board, as the simulated nodes are: its runners are real.
+/// Unlike simulated nodes not named after the board, because its runners are real.
 const REAL_NODE: &str = "real-board";
 const REAL_SLOTS: u32 = 1;
 
 pub struct Options {
-    /// Simulated nodes, with a slot each.
+    /// The number of simulated nodes, with one slot each.
     pub nodes: usize,
     pub operator: bool,
 }
 
-/// Serves until Ctrl-C or SIGTERM. Standard output has one line: the path of the env file.
+/// Serves until Ctrl-C or SIGTERM. Prints the path of the env file to standard output.
 pub fn run(options: &Options) -> Result<()> {
     let tools = [stage::TOOLS, &kwok::TOOLS, &node::TOOLS].concat();
     let isolated = isolate::enter(isolate::Options { tools: &tools, listen: Doors::COUNT })?;
     if terminal::run(serve(isolated, options))? == Some(Signal::SIGINT) {
-        say("\nended: everything is gone");
+        print("\nended: everything is gone");
     }
     Ok(())
 }
 
 async fn serve(mut isolated: Isolated, options: &Options) -> Result<()> {
-    say("Paddock's bed: a cluster, AWS and GitHub of its own, on this machine alone.\n");
+    print("Paddock's bed: a cluster, AWS and GitHub of its own, on this machine alone.\n");
     let doors = Doors::open(&mut isolated)?;
     let ports = stage::Options { aws_port: doors.aws, github_port: doors.github, ..stage::Options::default() };
     let stage = step("Kubernetes, DynamoDB, SQS, EC2 and GitHub", Stage::start_with(&isolated, ports)).await?;
@@ -67,12 +67,12 @@ async fn serve(mut isolated: Isolated, options: &Options) -> Result<()> {
 
     let supervisor = Arc::new(Supervisor::new(stage.clone(), Doors::address(doors.operator)));
     tokio::select! {
-        never = supervisor.watch(say) => never,
+        never = supervisor.watch(print) => never,
         outcome = offer(options, isolated, doors, &stage, &supervisor) => outcome,
     }
 }
 
-/// Sets up everything on the stage and lets programs outside use it.
+/// Sets up everything on the stage for outside programs.
 async fn offer(
     options: &Options,
     isolated: Isolated,
@@ -93,23 +93,23 @@ async fn offer(
     let kubelet = if isolated.node_possible.is_ok() { " and a real kubelet" } else { "" };
     let (_simulated, real) = step(&format!("{} simulated boards{kubelet}", options.nodes), boards).await?;
     if let Err(why) = &real {
-        say(&format!("    {why}"));
+        print(&format!("    {why}"));
     }
     let slots = options.nodes + if real.is_ok() { REAL_SLOTS as usize } else { 0 };
     step("all of it ready", until_ready(stage, slots, options.operator)).await?;
 
     let file = EnvFile::write(isolated.shared.join("env"), &values(stage, &doors)?)?;
     let path = file.path().display();
-    let _ = writeln!(stdout(), "{path}"); // whether or not anything reads it
-    say("\nUse it from another terminal (CONTRIBUTING.md has more):\n");
-    say(&format!("  . {path}"));
-    say("  kubectl get rpools,rclaims,workers -n $BED_NAMESPACE");
-    say("  curl $BED_ADMIN_URL/machines");
-    say("\nCtrl-C or SIGTERM ends it and leaves nothing behind.");
+    let _ = writeln!(stdout(), "{path}"); // standard output may be closed
+    print("\nUse it from another terminal (CONTRIBUTING.md has more):\n");
+    print(&format!("  . {path}"));
+    print("  kubectl get rpools,rclaims,workers -n $BED_NAMESPACE");
+    print("  curl $BED_ADMIN_URL/machines");
+    print("\nCtrl-C or SIGTERM ends it and leaves nothing behind.");
     admin::serve(doors.admin, Admin::new(stage.clone(), supervisor.clone())).await
 }
 
-/// The two pools; the one of EC2 keeps a machine warm.
+/// The two pools; the EC2 pool keeps one machine warm.
 async fn pools(stage: &Stage) -> Result<()> {
     stage.namespace(NAMESPACE).await?;
     let ec2 = stage.ec2_pool(NAMESPACE, EC2_POOL, json!({ "minIdle": 1, "maxInstances": 20 }));
@@ -117,14 +117,14 @@ async fn pools(stage: &Stage) -> Result<()> {
     stage.kube.apply(&format!("{ec2}\n---\n{boards}\n")).await
 }
 
-/// Nodes of the board by KWOK, and the runners in their pods.
+/// The board's simulated nodes, and the runners in their pods.
 async fn simulated(stage: &Stage, count: usize) -> Result<(SimulatedNodes, Boards)> {
     let nodes = SimulatedNodes::start(&stage.kube).await?;
     Boards::add(&nodes, BOARD, count, RESOURCE).await?;
     Ok((nodes, Boards::play(stage.kube.client(), stage.github.control(), BOARD)))
 }
 
-/// One more node of the board, with a real kubelet; or why there is none, in one sentence.
+/// One more node of the board with a real kubelet; or why there is none, in one sentence.
 async fn real(stage: &Stage, isolated: &Isolated) -> Result<Result<(Node, DevicePlugin), String>> {
     if let Err(why) = &isolated.node_possible {
         return Ok(Err(why.clone()));
@@ -154,7 +154,7 @@ async fn until_ready(stage: &Stage, slots: usize, operator: bool) -> Result<()> 
     Ok(())
 }
 
-/// What programs outside are told, by the names of the env file.
+/// The variables of the env file.
 fn values(stage: &Stage, doors: &Doors) -> Result<Vec<(&'static str, String)>> {
     let url = |port: u16| format!("http://{}", Doors::address(port));
     let aws = |name: &str| stage.aws.env().into_iter().find(|(key, _)| key == name).map_or(String::new(), |(_, v)| v);
@@ -166,7 +166,7 @@ fn values(stage: &Stage, doors: &Doors) -> Result<Vec<(&'static str, String)>> {
         ("AWS_REGION", aws("AWS_REGION")),
         ("PADDOCK_TABLE", table_name(CLUSTER)),
         ("PADDOCK_URL", url(doors.operator)),
-        // One port serves all until the operator has three.
+        // The operator serves all of these on one port.
         ("PADDOCK_INTERNAL_URL", url(doors.operator)),
         ("PADDOCK_PAGES_URL", url(doors.operator)),
         ("WEBHOOK_SECRET", WEBHOOK_SECRET.to_owned()),
@@ -184,7 +184,7 @@ async fn step<T>(what: &str, work: impl Future<Output = Result<T>>) -> Result<T>
     terminal::step(stderr(), what, work).await
 }
 
-/// To the user: standard output is for programs.
-fn say(text: &str) {
+/// Prints to standard error: standard output is for programs.
+fn print(text: &str) {
     eprintln!("{text}");
 }

@@ -1,4 +1,4 @@
-//! The loop: look, decide, act.
+//! The agent's loop: read the record, decide, act, report.
 
 use std::{
     fmt,
@@ -16,7 +16,7 @@ use tokio::{
 };
 
 use crate::{
-    files::{Files, Memory, Said, Serving},
+    files::{Files, Memory, Report, Serving},
     limits,
     process::{Alive, run_script},
     runner::{Installation, Token},
@@ -42,14 +42,14 @@ pub struct Agent {
     script: Option<JoinHandle<Result<()>>>,
     record: Record,
     attempts: Attempts,
-    /// What went wrong last, for the operator when it is told of a failure.
-    trouble: LastError,
-    /// Whether the operator has yet to be told what `memory.said` holds.
+    /// The last error, sent with the next failure signal.
+    last_error: LastError,
+    /// Whether `memory.reported` is not yet in the table.
     unsent: bool,
     shut_down: Option<Instant>,
 }
 
-/// What failed, where a signal does not tell, and why.
+/// Why the last attempt failed. `reason` is set only where the signal alone is ambiguous.
 #[derive(Default)]
 struct LastError {
     reason: &'static str,
@@ -59,11 +59,11 @@ struct LastError {
 impl LastError {
     fn of(error: &anyhow::Error) -> Self {
         let reason = if error.is::<Unscrubbed>() { SCRUB } else { "" };
-        Self { reason, detail: format!("{error:#}").chars().take(limits::DETAIL).collect() }
+        Self { reason, detail: format!("{error:#}").chars().take(limits::DETAIL_MAX_CHARS).collect() }
     }
 }
 
-/// In front of what went wrong between two runs.
+/// Error context that marks a failed scrub between two runs.
 #[derive(Debug)]
 struct Unscrubbed;
 
@@ -73,7 +73,7 @@ impl fmt::Display for Unscrubbed {
     }
 }
 
-/// Failures in a row of bringing the machine to what the record shows.
+/// Consecutive failures to bring the machine to the state its record asks for.
 #[derive(Default)]
 struct Attempts {
     run_id: String,
@@ -83,7 +83,7 @@ struct Attempts {
 }
 
 impl Attempts {
-    /// Another run starts from nothing; another token for the same run is tried at once.
+    /// Another run resets everything. A new token for the same run resets only the backoff.
     fn follow(&mut self, record: &Instance) {
         if self.run_id != record.run_id || self.sealed != record.sealed {
             let failures = if self.run_id == record.run_id { self.failures } else { 0 };
@@ -94,7 +94,7 @@ impl Attempts {
 
     fn count(&mut self, now: Timestamp) {
         self.failures += 1;
-        self.retry_at = now + SignedDuration::try_from(limits::pause(self.failures)).expect("a pause is short");
+        self.retry_at = now + SignedDuration::try_from(limits::backoff(self.failures)).expect("a backoff is short");
     }
 }
 
@@ -116,8 +116,8 @@ impl Agent {
             script: None,
             record: Record::Never,
             attempts: Attempts::default(),
-            trouble: LastError::default(),
-            unsent: memory.said.is_some(),
+            last_error: LastError::default(),
+            unsent: memory.reported.is_some(),
             shut_down: None,
             config,
             instance_id,
@@ -128,33 +128,33 @@ impl Agent {
             first_start,
             reclaimed,
         };
-        if agent.memory.script == Some(Signal::ScriptFailed) && agent.memory.said.is_none() {
-            tracing::error!("the pre-runner script was interrupted; it is not run again");
-            agent.trouble.detail = "the pre-runner script was interrupted".into();
-            agent.say(Signal::ScriptFailed, String::new())?;
+        if agent.memory.script == Some(Signal::ScriptFailed) && agent.memory.reported.is_none() {
+            tracing::error!("pre-runner script was interrupted; not running it again");
+            agent.last_error.detail = "the pre-runner script was interrupted".into();
+            agent.report(Signal::ScriptFailed, String::new())?;
         }
         Ok(agent)
     }
 
-    /// Runs until it is dropped. Nothing ends it: what fails is tried again.
+    /// Runs until dropped. Failures are logged and retried.
     pub async fn run(&mut self) {
         let poll = Duration::from_millis(self.config.poll_milliseconds.max(10));
         let mut pause = poll;
         loop {
-            pause = if self.look().await { poll } else { (pause * 2).min(limits::BLIND_POLL.max(poll)) };
+            pause = if self.read_record().await { poll } else { (pause * 2).min(limits::READ_RETRY_MAX.max(poll)) };
             let moved = self.act().await.unwrap_or_else(|error| {
                 tracing::warn!("{error:#}");
                 false
             });
-            self.tell().await;
+            self.send_report().await;
             if !moved {
                 tokio::time::sleep(pause).await;
             }
         }
     }
 
-    /// Reads the record; false when the table cannot be reached.
-    async fn look(&mut self) -> bool {
+    /// Reads the record; returns false if the table cannot be reached.
+    async fn read_record(&mut self) -> bool {
         let read_at = Timestamp::now();
         let found = match self.store.read().await {
             Ok(found) => found,
@@ -171,7 +171,7 @@ impl Agent {
         true
     }
 
-    /// Takes the next step; true when another may follow at once.
+    /// Takes the next step; returns true if the next one may follow without a pause.
     async fn act(&mut self) -> Result<bool> {
         self.script_ended().await?;
         let runner = self.runner_phase()?;
@@ -189,8 +189,8 @@ impl Agent {
             },
             serving: memory.serving.as_ref().map(|serving| serving.run_id.as_str()),
             runner,
-            said: memory.said.as_ref().map(|said| (said.signal, said.run_id.as_str())),
-            said_at: memory.said.as_ref().map_or(Timestamp::MIN, |said| said.at),
+            reported: memory.reported.as_ref().map(|report| (report.signal, report.run_id.as_str())),
+            reported_at: memory.reported.as_ref().map_or(Timestamp::MIN, |report| report.at),
             reclaimed: *self.reclaimed.borrow(),
             failures: self.attempts.failures,
             retry_at: self.attempts.retry_at,
@@ -201,7 +201,7 @@ impl Agent {
         let moved = matches!(action, Action::Register(_) | Action::StopRunner | Action::Deregister { .. });
         let done = match action {
             Action::Wait => Ok(()),
-            Action::Say(signal, run) => self.say(signal, run.to_owned()),
+            Action::Report(signal, run) => self.report(signal, run.to_owned()),
             Action::StopRunner => self.stop_runner().await,
             Action::ShutDown(end) => self.shut_down(end).await,
             Action::RunScript => self.run_script(),
@@ -211,16 +211,16 @@ impl Agent {
             }
             Action::Register(instance) => {
                 self.register(&instance.run_id, &instance.github_url, &instance.sealed).await.inspect_err(|error| {
-                    self.trouble = LastError::of(error);
+                    self.last_error = LastError::of(error);
                     self.attempts.count(Timestamp::now());
                 })
             }
             Action::Deregister { run, sealed } => self.deregister(run, sealed).await.inspect_err(|error| {
-                self.trouble = LastError::of(error);
+                self.last_error = LastError::of(error);
                 self.attempts.count(Timestamp::now());
             }),
         };
-        done.context("will be tried again").map(|()| moved)
+        done.context("will retry").map(|()| moved)
     }
 
     fn run_script(&mut self) -> Result<()> {
@@ -241,8 +241,8 @@ impl Agent {
         let signal = match script.await.map_err(anyhow::Error::from).flatten() {
             Ok(()) => Signal::ScriptOk,
             Err(error) => {
-                tracing::error!("this instance cannot serve: {error:#}");
-                self.trouble = LastError::of(&error);
+                tracing::error!("instance setup failed: {error:#}");
+                self.last_error = LastError::of(&error);
                 Signal::ScriptFailed
             }
         };
@@ -251,7 +251,7 @@ impl Agent {
             Record::Seen { instance, .. } => instance.run_id.clone(),
             Record::Never | Record::Gone => String::new(),
         };
-        self.say(signal, run_id)
+        self.report(signal, run_id)
     }
 
     async fn register(&mut self, run_id: &str, url: &str, sealed: &str) -> Result<()> {
@@ -276,14 +276,14 @@ impl Agent {
         self.scrub().await.context(Unscrubbed)?;
         self.memory.serving = None;
         self.attempts = Attempts::default();
-        self.say(Signal::Deregistered, run_id.to_owned())
+        self.report(Signal::Deregistered, run_id.to_owned())
     }
 
     async fn scrub(&self) -> Result<()> {
         self.runner.scrub().await?;
         if let Some(text) = &self.config.scrub_script {
             let path = self.files.script("scrub", text)?;
-            run_script(&path, limits::SCRUB).await.context("the scrub script")?;
+            run_script(&path, limits::SCRUB_TIMEOUT).await.context("the scrub script")?;
         }
         Ok(())
     }
@@ -304,7 +304,7 @@ impl Agent {
         self.files.remember(&self.memory)
     }
 
-    /// Where the runner stands. One that has ended is cleared away, with whatever is left of its group.
+    /// The runner's phase. If it has exited, kills what is left of its process group and forgets it.
     fn runner_phase(&mut self) -> Result<Runner> {
         if let Some(child) = &mut self.child {
             let _ = child.try_wait(); // reaps it
@@ -312,9 +312,9 @@ impl Agent {
         match (&self.memory.serving, self.memory.runner) {
             (_, Some(process)) if process.runs() => Ok(self.log.phase(self.runner.log())),
             (_, Some(process)) => {
-                tracing::info!(log = %self.runner.log().display(), "run.sh has ended");
+                tracing::info!(log = %self.runner.log().display(), "run.sh exited");
                 process.signal_group(UnixSignal::SIGKILL);
-                if self.runner_since.elapsed() > limits::SETTLED {
+                if self.runner_since.elapsed() > limits::RUNNER_SETTLED_AFTER {
                     self.attempts.failures = 0;
                 }
                 (self.memory.runner, self.child) = (None, None);
@@ -326,15 +326,15 @@ impl Agent {
         }
     }
 
-    /// Asks the runner to end, as Ctrl-C does, and kills it when it takes too long.
+    /// Sends SIGINT to the runner, then SIGKILL if it is still running after the grace period.
     async fn stop_runner(&mut self) -> Result<()> {
         let Some(process) = self.memory.runner else { return Ok(()) };
         tracing::info!("stopping the runner");
         process.signal_group(UnixSignal::SIGINT);
-        let asked = Instant::now();
+        let interrupted_at = Instant::now();
         while self.memory.runner.is_some() {
-            if asked.elapsed() > limits::STOP_GRACE {
-                tracing::warn!("the runner does not end by itself; killing it");
+            if interrupted_at.elapsed() > limits::RUNNER_STOP_GRACE {
+                tracing::warn!("runner still running after SIGINT; killing it");
                 process.signal_group(UnixSignal::SIGKILL);
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
@@ -343,7 +343,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Before the agent itself ends: an idle runner goes with it, a busy one is left to the next agent.
+    /// Called before the agent exits: stops an idle runner and leaves a busy one to the next agent.
     pub async fn retire(&mut self) -> Result<()> {
         match self.runner_phase()? {
             Runner::Starting | Runner::Idle => self.stop_runner().await,
@@ -351,38 +351,39 @@ impl Agent {
         }
     }
 
-    fn say(&mut self, signal: Signal, run_id: String) -> Result<()> {
-        tracing::info!(%signal, run_id, "telling the operator");
-        let trouble = match signal {
+    /// Stores the signal on disk; `send_report` writes it to the table.
+    fn report(&mut self, signal: Signal, run_id: String) -> Result<()> {
+        tracing::info!(%signal, run_id, "reporting signal");
+        let error = match signal {
             Signal::ScriptFailed | Signal::RegistrationFailed | Signal::DeregistrationFailed => {
                 if *self.reclaimed.borrow() {
-                    self.trouble.detail = "EC2 takes the spot machine back".into();
+                    self.last_error.detail = "EC2 takes the spot machine back".into();
                 }
-                std::mem::take(&mut self.trouble)
+                std::mem::take(&mut self.last_error)
             }
             Signal::ScriptOk | Signal::Registered | Signal::Deregistered => LastError::default(),
         };
-        let (reason, detail) = (trouble.reason.to_owned(), trouble.detail);
-        self.memory.said = Some(Said { signal, run_id, at: Timestamp::now(), reason, detail });
+        let (reason, detail) = (error.reason.to_owned(), error.detail);
+        self.memory.reported = Some(Report { signal, run_id, at: Timestamp::now(), reason, detail });
         self.unsent = true;
         self.files.remember(&self.memory)
     }
 
-    async fn tell(&mut self) {
-        if let Some(said) = self.memory.said.as_ref().filter(|_| self.unsent) {
-            match self.store.say(said, Timestamp::now()).await {
+    async fn send_report(&mut self) {
+        if let Some(report) = self.memory.reported.as_ref().filter(|_| self.unsent) {
+            match self.store.write_signal(report, Timestamp::now()).await {
                 Ok(()) => self.unsent = false,
-                Err(error) => tracing::warn!("{error:#}; will be tried again"),
+                Err(error) => tracing::warn!("{error:#}; will retry"),
             }
         }
     }
 
     async fn shut_down(&mut self, end: End) -> Result<()> {
-        if self.shut_down.is_some_and(|called| called.elapsed() < limits::SHUTDOWN_AGAIN) {
+        if self.shut_down.is_some_and(|called| called.elapsed() < limits::SHUTDOWN_RETRY) {
             return Ok(());
         }
         self.shut_down = Some(Instant::now());
-        tracing::warn!("shutting down: {}", end.why());
+        tracing::warn!("shutting down: {}", end.reason());
         let status = Command::new("shutdown").args(["-h", "now"]).status().await.context("cannot call shutdown")?;
         if !status.success() {
             bail!("shutdown ended with {status}");

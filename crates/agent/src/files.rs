@@ -1,4 +1,4 @@
-//! What the agent keeps on disk, so that its successor on the same machine goes on where it stopped.
+//! The agent's state on disk, so that a restarted agent continues where the previous one stopped.
 
 use std::{
     fs,
@@ -14,41 +14,42 @@ use serde::{Deserialize, Serialize};
 
 use crate::process::Alive;
 
-/// Where everything lies, below a root that tests move.
+/// Paths of all files, below a root that tests override.
 #[derive(Clone)]
 pub struct Files {
     root: PathBuf,
 }
 
-/// The agent's memory.
+/// The state that survives a restart of the agent.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Memory {
-    /// The outcome of the pre-runner script; failed from its start until it has succeeded, so that one interrupted by
-    /// the agent's death counts as failed and is never run twice.
+    /// The outcome of the pre-runner script. It is set to failed before the script starts, so that a script interrupted
+    /// by a crash counts as failed and never runs twice.
     pub script: Option<Signal>,
     pub serving: Option<Serving>,
-    /// The `run.sh` that runs.
+    /// The running `run.sh`.
     pub runner: Option<Alive>,
-    /// What the operator was last told, or is to be told.
-    pub said: Option<Said>,
+    /// The last signal for the operator, sent or still to be sent.
+    #[serde(rename = "said")]
+    pub reported: Option<Report>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Serving {
     pub run_id: String,
-    /// `config.sh` succeeded, and its counterpart has not.
+    /// `config.sh` has succeeded and `config.sh remove` has not yet.
     pub configured: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Said {
+pub struct Report {
     pub signal: Signal,
     pub run_id: String,
     pub at: Timestamp,
-    /// Of a failure: what and why.
+    /// `reason` and `detail` are set for failures only.
     #[serde(default)]
     pub reason: String,
     #[serde(default)]
@@ -80,7 +81,7 @@ impl Files {
         self.path("var/log/paddock-runner.log")
     }
 
-    /// This machine's key pair and when it was made, which is when the agent first started here.
+    /// This machine's key pair and its creation time, which is the agent's first start on this machine.
     pub fn key(&self) -> Result<(KeyPair, Timestamp)> {
         let path = self.state_dir().join("key");
         let kept = fs::read(&path).ok().and_then(|bytes| <[u8; 32]>::try_from(bytes).ok()).map(KeyPair::from_bytes);
@@ -100,7 +101,7 @@ impl Files {
         let path = self.state_dir().join("memory.json");
         match fs::read(&path) {
             Ok(bytes) => serde_json::from_slice(&bytes).unwrap_or_else(|error| {
-                tracing::error!(path = %path.display(), %error, "cannot read what the agent remembered; starting anew");
+                tracing::error!(path = %path.display(), %error, "state file unreadable; starting from scratch");
                 Memory::default()
             }),
             Err(_) => Memory::default(),
@@ -111,7 +112,7 @@ impl Files {
         write(&self.state_dir().join("memory.json"), &serde_json::to_vec(memory)?, 0o600)
     }
 
-    /// Puts a script where it can be run.
+    /// Writes an executable script file and returns its path.
     pub fn script(&self, name: &str, text: &str) -> Result<PathBuf> {
         let path = self.state_dir().join(name);
         write(&path, text.as_bytes(), 0o700)?;
@@ -119,7 +120,7 @@ impl Files {
     }
 }
 
-/// Writes a file as a whole or not at all.
+/// Writes a file atomically.
 fn write(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     let whole = || -> io::Result<()> {
         let new = path.with_extension("new");
@@ -148,7 +149,7 @@ mod tests {
             script: Some(Signal::ScriptOk),
             serving: Some(Serving { run_id: "7".into(), configured: true }),
             runner: Alive::of(std::process::id()),
-            said: Some(Said {
+            reported: Some(Report {
                 signal: Signal::Registered,
                 run_id: "7".into(),
                 at: Timestamp::UNIX_EPOCH,

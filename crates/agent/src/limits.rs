@@ -1,55 +1,55 @@
-//! The agent's own numbers, each with its reason. What operator and agent both count on is in `paddock_record`.
+//! The agent's limits. Those shared with the operator are in `paddock_record`.
 
 use std::time::Duration;
 
-/// How often something fails before the operator is told. It gives the instance up when it hears of a failure, and one
-/// answer of 502 from GitHub is not worth a machine; three attempts take about 3 s of the 10 s a claimer waits.
-pub const ATTEMPTS: u32 = 3;
+/// Consecutive failures before the agent reports one. The operator gives the instance up on a failure, which a single
+/// 502 from GitHub does not justify. Three attempts take about 3 s of the 10 s a claimer waits.
+pub const FAILURES_BEFORE_REPORT: u32 = 3;
 
-/// The operator shows why something failed in a status, which has other things to say too.
-pub const DETAIL: usize = 300;
+/// Length limit of an error detail, which the operator copies into a status.
+pub const DETAIL_MAX_CHARS: usize = 300;
 
-/// A runner that worked this long has started well: when it ends, it is started again at once.
-pub const SETTLED: Duration = Duration::from_secs(60);
+/// A runner that ran this long started correctly: when it exits, it is restarted without backoff.
+pub const RUNNER_SETTLED_AFTER: Duration = Duration::from_secs(60);
 
-/// How long past its threshold an instance lives that cannot read its record. Within a minute it might have missed a
-/// later threshold and be in the middle of a job; after an hour nobody waits for that job any more.
-pub const BLIND_SLACK: Duration = Duration::from_secs(3600);
+/// How long an instance that cannot read its record outlives its threshold. The operator may have extended it for a
+/// running job; after an hour that job is presumed lost.
+pub const UNREADABLE_RECORD_SLACK: Duration = Duration::from_secs(3600);
 
-/// `config.sh` talks to GitHub for seconds and retries by itself; one that takes longer than this hangs.
-pub const CONFIG: Duration = Duration::from_secs(60);
+/// `config.sh` takes seconds and retries by itself; one that takes longer than this hangs.
+pub const CONFIG_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Fetching or unpacking the runner, some 200 MB, where the image has none; the time to be created is 10 minutes.
-pub const INSTALL: Duration = Duration::from_secs(240);
+/// Downloading or unpacking the runner, about 200 MB. It fits into the 10 minutes an instance may stay `created`.
+pub const INSTALL_TIMEOUT: Duration = Duration::from_secs(240);
 
-/// What a runner gets to end by itself after SIGINT: it cancels its job and reports that, all within the 120 s that the
-/// operator waits for a deregistration.
-pub const STOP_GRACE: Duration = Duration::from_secs(45);
+/// Time between SIGINT and SIGKILL for the runner, which cancels its job and reports that to GitHub. It is part of the
+/// 120 s that the operator waits for a deregistration.
+pub const RUNNER_STOP_GRACE: Duration = Duration::from_secs(45);
 
-/// What a scrub script gets, of the same 120 s.
-pub const SCRUB: Duration = Duration::from_secs(45);
+/// Time limit of a scrub script, part of the same 120 s.
+pub const SCRUB_TIMEOUT: Duration = Duration::from_secs(45);
 
-/// One read or write of a record, with the SDK's own retries; longer, and the next turn of the loop tries again.
-pub const STORE_CALL: Duration = Duration::from_secs(5);
+/// One read or write of a record, including the SDK's retries. After that the next iteration of the loop retries.
+pub const STORE_CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The longest wait for the next look while the table cannot be reached: long enough not to add to its trouble, short
-/// enough to serve a claimer who waits 10 s.
-pub const BLIND_POLL: Duration = Duration::from_secs(5);
+/// The longest pause between reads while the table cannot be reached: long enough not to add load, short enough for a
+/// claimer that waits 10 s.
+pub const READ_RETRY_MAX: Duration = Duration::from_secs(5);
 
-/// A spot instance hears of its end two minutes ahead.
+/// EC2 announces a spot interruption two minutes ahead.
 pub const SPOT_POLL: Duration = Duration::from_secs(5);
 
-/// `shutdown` has been called and the machine is still up: call again after this long.
-pub const SHUTDOWN_AGAIN: Duration = Duration::from_secs(30);
+/// Pause before `shutdown` is called again if the machine is still running.
+pub const SHUTDOWN_RETRY: Duration = Duration::from_secs(30);
 
 /// The longest pause between attempts.
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+const BACKOFF_MAX: Duration = Duration::from_secs(30);
 
-/// The pause after the given number of failures in a row: 1, 2, 4, … 30 s.
-pub fn pause(failures: u32) -> Duration {
+/// The pause after the given number of consecutive failures: 1, 2, 4, … 30 s.
+pub fn backoff(failures: u32) -> Duration {
     match failures {
         0 => Duration::ZERO,
-        n => Duration::from_secs(1 << (n - 1).min(5)).min(LONGEST_PAUSE),
+        n => Duration::from_secs(1 << (n - 1).min(5)).min(BACKOFF_MAX),
     }
 }
 
@@ -59,8 +59,8 @@ mod tests {
 
     #[test]
     fn pauses_double_and_stay_bounded() {
-        let seconds: Vec<_> = (0..9).map(|n| pause(n).as_secs()).collect();
+        let seconds: Vec<_> = (0..9).map(|n| backoff(n).as_secs()).collect();
         assert_eq!(seconds, [0, 1, 2, 4, 8, 16, 30, 30, 30]);
-        assert_eq!(pause(u32::MAX), LONGEST_PAUSE);
+        assert_eq!(backoff(u32::MAX), BACKOFF_MAX);
     }
 }

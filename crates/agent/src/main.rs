@@ -1,5 +1,5 @@
-//! The agent on an EC2 instance: keeps the machine's GitHub runner at what the instance's record shows, and tells the
-//! operator, through the same table, what it did and that it lives.
+//! The agent on an EC2 instance: keeps the machine's GitHub runner in the state its record asks for, and writes signals
+//! and heartbeats to the same table for the operator.
 
 mod agent;
 mod files;
@@ -53,29 +53,29 @@ fn main() -> Result<()> {
         LogFormat::Human => logs.with_ansi(std::io::stderr().is_terminal()).init(),
         LogFormat::Json => logs.json().init(),
     }
-    // Two threads, so that a heartbeat never waits for whatever else goes on.
+    // Two threads, so that a blocking step never delays a heartbeat.
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(run(args))
 }
 
 async fn run(args: Args) -> Result<()> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let asked_to_end = async {
+    let shutdown_requested = async {
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
     };
-    tokio::pin!(asked_to_end);
+    tokio::pin!(shutdown_requested);
 
     let mut agent = tokio::select! {
         agent = start(args) => agent?,
-        () = &mut asked_to_end => return Ok(()),
+        () = &mut shutdown_requested => return Ok(()),
     };
     tokio::select! {
         () = agent.run() => {}
-        () = &mut asked_to_end => {}
+        () = &mut shutdown_requested => {}
     }
-    tracing::info!("asked to end");
+    tracing::info!("termination requested");
     agent.retire().await
 }
 
@@ -91,12 +91,12 @@ async fn start(args: Args) -> Result<Agent> {
     tracing::info!(instance_id, pool = config.pool, table = config.table, "started");
     let store = Store::connect(config.region.clone(), config.table.clone(), instance_id.clone()).await;
     tokio::spawn(beat(store.clone(), key.public(), Duration::from_secs(config.heartbeat_seconds.max(1))));
-    let (announce, reclaimed) = watch::channel(false);
-    tokio::spawn(watch_spot(metadata, announce));
+    let (interrupted, reclaimed) = watch::channel(false);
+    tokio::spawn(watch_spot(metadata, interrupted));
     Agent::new(config, instance_id, files, store, reclaimed)
 }
 
-/// Says that the agent lives, whatever else it does.
+/// Writes heartbeats independently of the agent's loop.
 async fn beat(store: Store, key: PublicKey, period: Duration) {
     let mut ticks = tokio::time::interval(period);
     loop {
@@ -107,13 +107,13 @@ async fn beat(store: Store, key: PublicKey, period: Duration) {
     }
 }
 
-async fn watch_spot(metadata: Metadata, announce: watch::Sender<bool>) {
+async fn watch_spot(metadata: Metadata, interrupted: watch::Sender<bool>) {
     let mut ticks = tokio::time::interval(limits::SPOT_POLL);
     loop {
         ticks.tick().await;
         if let Some(notice) = metadata.spot_interruption().await {
             tracing::warn!(notice, "EC2 takes this spot instance back; no more jobs are taken");
-            let _ = announce.send(true);
+            let _ = interrupted.send(true);
             return;
         }
     }

@@ -1,8 +1,8 @@
-//! What EC2 tells this instance about itself (IMDSv2).
+//! The EC2 instance metadata service (IMDSv2).
 
 use aws_config::imds::{self, client::error::ImdsError};
 
-use crate::limits::pause;
+use crate::limits::backoff;
 
 #[derive(Clone)]
 pub struct Metadata(imds::Client);
@@ -12,29 +12,28 @@ impl Metadata {
         Self(imds::Client::builder().build())
     }
 
-    /// Asks for as long as it takes: an instance that does not know its own name can do nothing else.
+    /// Retries until it succeeds: without its id the agent can do nothing.
     pub async fn instance_id(&self) -> String {
         let mut failures = 0;
         loop {
             match self.0.get("/latest/meta-data/instance-id").await {
                 Ok(id) => return id.into(),
                 Err(error) => {
-                    tracing::warn!(%error, "the metadata service does not tell the instance id; asking again")
+                    tracing::warn!(%error, "cannot read the instance id from the metadata service; retrying")
                 }
             }
             failures += 1;
-            tokio::time::sleep(pause(failures)).await;
+            tokio::time::sleep(backoff(failures)).await;
         }
     }
 
-    /// The announcement that EC2 takes a spot instance back, once there is one. A service that does not answer has
-    /// announced nothing.
+    /// The spot interruption notice, if there is one. An unreachable service counts as no notice.
     pub async fn spot_interruption(&self) -> Option<String> {
         match self.0.get("/latest/meta-data/spot/instance-action").await {
             Ok(notice) => Some(notice.into()),
             Err(ImdsError::ErrorResponse(_)) => None,
             Err(error) => {
-                tracing::debug!(%error, "the metadata service does not answer");
+                tracing::debug!(%error, "metadata service unreachable");
                 None
             }
         }

@@ -1,4 +1,4 @@
-//! Child processes, each in a group of its own.
+//! Child processes, each in its own process group.
 
 use std::{
     fs,
@@ -15,19 +15,19 @@ use nix::{
 use serde::{Deserialize, Serialize};
 use tokio::process::Command;
 
-/// A process that cannot be mistaken for a later one with the same number.
+/// A process identified by PID and start time, so that a reused PID is not mistaken for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Alive {
     pid: u32,
-    /// In clock ticks since boot, as `/proc` has it.
+    /// Start time in clock ticks since boot, from `/proc`.
     since: u64,
 }
 
 impl Alive {
-    /// The process with this number, if it runs.
+    /// The process with this PID, if it is running.
     pub fn of(pid: u32) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // The name, in parentheses, may hold anything; what follows has fixed fields, the state first.
+        // The name, in parentheses, may contain spaces and parentheses; the fields after it are fixed, the state first.
         let mut fields = stat[stat.rfind(')')? + 1..].split_whitespace();
         let state = fields.next()?;
         let since = fields.nth(18)?.parse().ok()?;
@@ -38,13 +38,13 @@ impl Alive {
         Self::of(self.pid) == Some(self)
     }
 
-    /// Signals the process and all of its group; one that is gone is not an error.
+    /// Signals the whole process group; a group that no longer exists is not an error.
     pub fn signal_group(self, signal: Signal) {
         let _ = killpg(Pid::from_raw(self.pid as i32), signal);
     }
 }
 
-/// Kills a group unless its leader has ended: an agent that turns to something else leaves nothing half done behind.
+/// Kills the group on drop unless its leader has exited, so that a cancelled future leaves no process behind.
 struct Group(Option<Alive>);
 
 impl Drop for Group {
@@ -55,7 +55,7 @@ impl Drop for Group {
     }
 }
 
-/// Runs a command in a group of its own to its end, and returns all that it said.
+/// Runs a command in its own process group and returns its status and output.
 pub async fn output(command: &mut Command, limit: Duration) -> Result<(ExitStatus, String)> {
     let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0).spawn()?;
     let mut group = Group(child.id().and_then(Alive::of));
@@ -63,15 +63,15 @@ pub async fn output(command: &mut Command, limit: Duration) -> Result<(ExitStatu
         Ok(output) => {
             group.0 = None;
             let output = output?;
-            let said = [output.stdout, output.stderr].concat();
-            Ok((output.status, String::from_utf8_lossy(&said).into_owned()))
+            let text = [output.stdout, output.stderr].concat();
+            Ok((output.status, String::from_utf8_lossy(&text).into_owned()))
         }
         Err(_) => bail!("took longer than {limit:?}"),
     }
 }
 
-/// Runs a script of the pool: by the interpreter that its first line names, else by bash. Its output is the agent's
-/// own, so that a service which the script leaves running never blocks on a pipe that nobody reads.
+/// Runs a pool's script with the interpreter in its shebang line, or bash. The script inherits the agent's output, so
+/// that a service it starts never blocks on a pipe without a reader.
 pub async fn run_script(path: &Path, limit: Duration) -> Result<()> {
     let named = fs::read(path)?.starts_with(b"#!");
     let mut command = if named { Command::new(path) } else { Command::new("bash") };
@@ -104,7 +104,7 @@ mod tests {
         let mut child = Command::new("sleep").arg("1000").process_group(0).spawn().unwrap();
         let alive = Alive::of(child.id().unwrap()).unwrap();
         assert!(alive.runs());
-        assert!(!Alive { since: alive.since - 1, ..alive }.runs(), "a later process with the same number");
+        assert!(!Alive { since: alive.since - 1, ..alive }.runs(), "a later process with the same PID");
         alive.signal_group(Signal::SIGKILL);
         child.wait().await.unwrap();
         assert!(!alive.runs());

@@ -13,8 +13,8 @@ use tokio::process::{Child, Command};
 
 use crate::{limits, process};
 
-/// A registration or removal token. It never reaches a log or a command line, and no environment but `config.sh`'s,
-/// which takes it from there and hands it to no job.
+/// A registration or removal token. It never appears in a log or on a command line. Only `config.sh` has it in its
+/// environment, and jobs do not inherit that.
 pub struct Token(pub String);
 
 /// The runner's installation on this machine.
@@ -25,7 +25,7 @@ pub struct Installation {
     user: User,
 }
 
-/// As whom the runner runs: the user `runner` where the image has one, else as the agent does.
+/// The user that runs the runner: `runner` if the image has it, else the agent's own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum User {
     Runner { group: String, home: String },
@@ -52,8 +52,8 @@ impl Installation {
         Self { dir, log, user: User::of(nix::unistd::geteuid().as_raw(), &passwd) }
     }
 
-    /// A command in the runner's directory and as its user. Jobs inherit its environment: nothing of the agent's own
-    /// goes there.
+    /// A command in the runner's directory, run as its user. Jobs inherit its environment, so the agent's own variables
+    /// are removed.
     fn command(&self, program: &str) -> Command {
         let mut command = match &self.user {
             User::Own | User::Root => Command::new(program),
@@ -77,7 +77,7 @@ impl Installation {
         command
     }
 
-    /// Fetches the runner where the image has none.
+    /// Downloads the runner if the image has none.
     pub async fn install(&self, version: Option<&str>) -> Result<()> {
         if self.dir.join("config.sh").exists() {
             return Ok(());
@@ -86,24 +86,25 @@ impl Installation {
             bail!("no runner in {}: put one into the image, or name a runnerVersion in the pool", self.dir.display());
         };
         let url = release(version, std::env::consts::ARCH)?;
-        tracing::info!(%url, "fetching the runner");
+        tracing::info!(%url, "downloading the runner");
         fs::create_dir_all(&self.dir)?;
         if let User::Runner { group, .. } = &self.user {
             let mut chown = Command::new("chown");
-            output(chown.arg(format!("runner:{group}")).arg(&self.dir).process_group(0), limits::CONFIG, None).await?;
+            output(chown.arg(format!("runner:{group}")).arg(&self.dir).process_group(0), limits::CONFIG_TIMEOUT, None)
+                .await?;
         }
         let archive = self.dir.join("runner.tar.gz");
         let mut curl = self.command("curl");
         curl.args(["--fail", "--silent", "--show-error", "--location", "--retry", "10", "--output"]);
-        output(curl.arg(&archive).args(["--url", &url]), limits::INSTALL, None).await?;
+        output(curl.arg(&archive).args(["--url", &url]), limits::INSTALL_TIMEOUT, None).await?;
         let mut tar = self.command("tar");
-        output(tar.args(["--extract", "--gzip", "--file"]).arg(&archive), limits::INSTALL, None).await?;
+        output(tar.args(["--extract", "--gzip", "--file"]).arg(&archive), limits::INSTALL_TIMEOUT, None).await?;
         Ok(fs::remove_file(archive)?)
     }
 
     /// Registers the runner with the run's id as its only label.
     pub async fn configure(&self, url: &str, token: &Token, name: &str, run_id: &str) -> Result<()> {
-        // A comma would make two labels of it, a leading dash an option.
+        // A comma would make it two labels, a leading dash an option.
         let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         if !run_id.starts_with(|c: char| c.is_ascii_alphanumeric()) || !run_id.chars().all(fits) {
             bail!("the run id {run_id:?} cannot be a runner's label");
@@ -115,7 +116,7 @@ impl Installation {
         self.config(command, token).await
     }
 
-    /// Takes the runner from GitHub.
+    /// Removes the runner from GitHub.
     pub async fn remove(&self, token: &Token) -> Result<()> {
         let mut command = self.command("./config.sh");
         command.arg("remove");
@@ -124,25 +125,25 @@ impl Installation {
 
     async fn config(&self, mut command: Command, token: &Token) -> Result<()> {
         command.env("ACTIONS_RUNNER_INPUT_TOKEN", &token.0);
-        output(&mut command, limits::CONFIG, Some(token)).await.context("config.sh")
+        output(&mut command, limits::CONFIG_TIMEOUT, Some(token)).await.context("config.sh")
     }
 
-    /// Removes the registration's files: without them nothing on this machine can act for the runner.
+    /// Deletes the registration's files, including the runner's credentials.
     pub fn forget(&self) -> Result<()> {
         for name in [".runner", ".credentials", ".credentials_rsaparams"] {
-            absent(fs::remove_file(self.dir.join(name))).with_context(|| format!("cannot remove {name}"))?;
+            ignore_missing(fs::remove_file(self.dir.join(name))).with_context(|| format!("cannot remove {name}"))?;
         }
         Ok(())
     }
 
-    /// Removes what the jobs of a run left in the runner's work directory.
+    /// Deletes the runner's work directory with everything that jobs left in it.
     pub async fn scrub(&self) -> Result<()> {
         let work = self.dir.join("_work");
-        let removed = tokio::task::spawn_blocking(move || absent(fs::remove_dir_all(work))).await?;
+        let removed = tokio::task::spawn_blocking(move || ignore_missing(fs::remove_dir_all(work))).await?;
         removed.context("cannot empty the runner's work directory")
     }
 
-    /// Starts `run.sh` with an empty log. It outlives the agent, so that its successor finds the job still running.
+    /// Starts `run.sh` with an empty log. It outlives the agent, so that a restart does not interrupt a job.
     pub fn start(&self) -> Result<Child> {
         let log = File::create(&self.log).with_context(|| format!("cannot write {}", self.log.display()))?;
         let mut command = self.command("./run.sh");
@@ -154,14 +155,14 @@ impl Installation {
     }
 }
 
-fn absent(result: io::Result<()>) -> io::Result<()> {
+fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
     }
 }
 
-/// Where GitHub publishes the runner for this kind of processor.
+/// The download URL of the runner for this CPU architecture.
 fn release(version: &str, arch: &str) -> Result<String> {
     let arch = match arch {
         "x86_64" => "x64",
@@ -172,7 +173,7 @@ fn release(version: &str, arch: &str) -> Result<String> {
     Ok(format!("https://github.com/actions/runner/releases/download/v{version}/{file}"))
 }
 
-/// Runs a command to its end and logs what it says, with the token blotted out. The error is its last line.
+/// Runs a command and logs its output with the token redacted. On failure, the error is the last line.
 async fn output(command: &mut Command, limit: Duration, token: Option<&Token>) -> Result<()> {
     let program = command.as_std().get_program().to_string_lossy().into_owned();
     let (status, text) = process::output(command, limit).await.with_context(|| program.clone())?;
@@ -193,7 +194,7 @@ mod tests {
 
     use super::*;
 
-    /// An installation whose `config.sh` does what the test says.
+    /// An installation whose `config.sh` and `run.sh` are the given script.
     fn installation(script: &str) -> (tempfile::TempDir, Installation) {
         let dir = tempfile::tempdir().unwrap();
         for name in ["config.sh", "run.sh"] {

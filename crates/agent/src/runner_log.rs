@@ -1,4 +1,4 @@
-//! What `run.sh` says about itself: its output is the only place where it tells whether it has a job.
+//! Parses the output of `run.sh`, the only place that shows whether the runner has a job.
 
 use std::{
     fs::File,
@@ -12,13 +12,13 @@ use crate::step::Runner;
 #[derive(Debug, Default)]
 pub struct RunnerLog {
     read: u64,
-    /// The beginning of a line whose end is still to come.
+    /// An incomplete last line.
     partial: Vec<u8>,
     phase: Option<Runner>,
 }
 
 impl RunnerLog {
-    /// Reads what is new and says where the runner stands. A log that cannot be read changes nothing.
+    /// Reads new lines and returns the runner's phase. An unreadable log leaves the phase unchanged.
     pub fn phase(&mut self, path: &Path) -> Runner {
         let mut new = Vec::new();
         let read = File::open(path).and_then(|mut file| {
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_word_of_the_runner_counts() {
+    fn the_last_matching_line_decides_the_phase() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut log = RunnerLog::default();
         let mut after = |text: &str| {
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_that_is_not_there_is_that_of_a_runner_that_starts() {
+    fn a_missing_log_means_starting() {
         assert_eq!(RunnerLog::default().phase(Path::new("/nonexistent")), Runner::Starting);
     }
 }

@@ -1,20 +1,20 @@
-//! What the agent does next, decided from what it knows. No I/O and no clock.
+//! Decides the agent's next action. No I/O and no clock.
 
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 use paddock_record::{EXPIRY_SLACK, Instance, Signal, State};
 
-use crate::limits::{ATTEMPTS, BLIND_SLACK};
+use crate::limits::{FAILURES_BEFORE_REPORT, UNREADABLE_RECORD_SLACK};
 
-/// What is known of the instance's own record.
+/// The instance's own record, as last read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Record {
     /// None was ever found.
     Never,
-    /// There was one, and now there is none.
+    /// It was found before and is now missing.
     Gone,
-    /// The record as it was at `read_at`, which lies back while the table cannot be reached.
+    /// The record as of `read_at`, which is in the past while the table cannot be reached.
     Seen { instance: Box<Instance>, read_at: Timestamp },
 }
 
@@ -32,30 +32,30 @@ pub enum Script {
 pub enum Runner {
     /// Not configured: nothing to start, nothing to remove.
     Absent,
-    /// Configured; `run.sh` does not run.
+    /// Configured; `run.sh` is not running.
     Stopped,
-    /// `run.sh` runs and has not yet said that it listens.
+    /// `run.sh` is running but not yet listening for jobs.
     Starting,
-    /// Listens for jobs.
+    /// Listening for jobs.
     Idle,
-    /// In the middle of a job.
+    /// Running a job.
     Busy,
 }
 
-/// Everything a decision stands on.
+/// The inputs of a decision.
 #[derive(Debug, Clone)]
 pub struct Facts<'a> {
     pub record: &'a Record,
     pub script: Script,
-    /// The run that this machine was last set up for, until nothing of it is left.
+    /// The run this machine was last set up for, until it is scrubbed.
     pub serving: Option<&'a str>,
     pub runner: Runner,
-    /// What the operator was last told.
-    pub said: Option<(Signal, &'a str)>,
-    pub said_at: Timestamp,
-    /// EC2 has announced that it takes the spot instance back.
+    /// The last signal reported to the operator.
+    pub reported: Option<(Signal, &'a str)>,
+    pub reported_at: Timestamp,
+    /// EC2 has announced a spot interruption.
     pub reclaimed: bool,
-    /// Failures in a row of what is being attempted, and when it may be tried again.
+    /// Consecutive failures of the current action, and when it may be retried.
     pub failures: u32,
     pub retry_at: Timestamp,
     /// When the agent started for the first time on this machine.
@@ -65,40 +65,40 @@ pub struct Facts<'a> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action<'a> {
-    /// Nothing until the next look at the record.
+    /// Nothing to do until the record is read again.
     Wait,
     RunScript,
-    /// Configure the runner for this run, with the token that the record holds.
+    /// Configure the runner for this run, with the record's token.
     Register(&'a Instance),
     StartRunner,
     StopRunner,
-    /// Take the runner from GitHub, with the token if there is one, and everything of the run from the machine.
+    /// Remove the runner from GitHub if there is a token, and scrub the machine.
     Deregister {
         run: &'a str,
         sealed: Option<&'a str>,
     },
-    Say(Signal, &'a str),
+    Report(Signal, &'a str),
     ShutDown(End),
 }
 
-/// Why an instance ends itself.
+/// Why an instance shuts itself down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     Unclaimed,
     RecordGone,
     Terminated,
     Expired,
-    Blind,
+    RecordUnreadable,
 }
 
 impl End {
-    pub const fn why(self) -> &'static str {
+    pub const fn reason(self) -> &'static str {
         match self {
             Self::Unclaimed => "no record of this instance has appeared in its time to be created",
             Self::RecordGone => "the record of this instance was removed",
             Self::Terminated => "the record says terminated",
             Self::Expired => "the threshold is more than a minute past",
-            Self::Blind => "the threshold is more than an hour past and the record cannot be read",
+            Self::RecordUnreadable => "the threshold is more than an hour past and the record cannot be read",
         }
     }
 }
@@ -115,8 +115,8 @@ pub fn step<'a>(facts: &Facts<'a>, now: Timestamp) -> Action<'a> {
     }
 }
 
-/// Whether this instance's time is over. A threshold is judged at the time it was read, so that an outage of the table
-/// ends no instance whose threshold may have moved meanwhile.
+/// Whether the instance must shut down. The threshold is compared with the time it was read, because the operator may
+/// have extended it during an outage of the table.
 fn end(facts: &Facts, now: Timestamp) -> Option<End> {
     let passed = |since: Timestamp, slack: Duration, at: Timestamp| {
         at.duration_since(since) > SignedDuration::try_from(slack).unwrap_or(SignedDuration::MAX)
@@ -132,31 +132,31 @@ fn end(facts: &Facts, now: Timestamp) -> Option<End> {
                 if passed(threshold, EXPIRY_SLACK, *read_at) {
                     Some(End::Expired)
                 } else {
-                    passed(threshold, BLIND_SLACK, now).then_some(End::Blind)
+                    passed(threshold, UNREADABLE_RECORD_SLACK, now).then_some(End::RecordUnreadable)
                 }
             }
         },
     }
 }
 
-/// Brings the machine from the run it serves to the run its record shows.
+/// Moves the machine from the run it serves to the run in its record.
 fn serve<'a>(facts: &Facts<'a>, record: &'a Instance, now: Timestamp) -> Action<'a> {
     let wanted = Some(record.run_id.as_str()).filter(|run| !run.is_empty());
     match (facts.serving, wanted) {
         (None, None) if record.leaving.is_empty() => Action::Wait,
-        // Nothing of it is here: perhaps it was given up before it was registered. A run that is started again keeps its
-        // id, so what was said before this release says nothing of it.
-        (None, None) if facts.said_at < record.updated_at => Action::Say(Signal::Deregistered, &record.leaving),
-        (None, None) => facts.say(Signal::Deregistered, &record.leaving, Action::Wait),
-        (None, Some(run)) => take_up(facts, record, run, now),
-        (Some(own), Some(run)) if own == run => keep(facts, record, own, now),
-        (Some(own), Some(_) | None) => leave(facts, record, own, now),
+        // The run may have been released before it was registered. A rerun keeps its run id, so a report that predates
+        // this release does not count.
+        (None, None) if facts.reported_at < record.updated_at => Action::Report(Signal::Deregistered, &record.leaving),
+        (None, None) => facts.report(Signal::Deregistered, &record.leaving, Action::Wait),
+        (None, Some(run)) => start_serving(facts, record, run, now),
+        (Some(own), Some(run)) if own == run => keep_serving(facts, record, own, now),
+        (Some(own), Some(_) | None) => stop_serving(facts, record, own, now),
     }
 }
 
-fn take_up<'a>(facts: &Facts<'a>, record: &'a Instance, run: &'a str, now: Timestamp) -> Action<'a> {
+fn start_serving<'a>(facts: &Facts<'a>, record: &'a Instance, run: &'a str, now: Timestamp) -> Action<'a> {
     if facts.reclaimed {
-        facts.say(Signal::RegistrationFailed, run, Action::Wait)
+        facts.report(Signal::RegistrationFailed, run, Action::Wait)
     } else if record.sealed.is_empty() {
         Action::Wait
     } else {
@@ -164,19 +164,19 @@ fn take_up<'a>(facts: &Facts<'a>, record: &'a Instance, run: &'a str, now: Times
     }
 }
 
-fn keep<'a>(facts: &Facts<'a>, record: &'a Instance, own: &'a str, now: Timestamp) -> Action<'a> {
+fn keep_serving<'a>(facts: &Facts<'a>, record: &'a Instance, own: &'a str, now: Timestamp) -> Action<'a> {
     match facts.runner {
-        Runner::Absent => take_up(facts, record, own, now),
+        Runner::Absent => start_serving(facts, record, own, now),
         Runner::Stopped if facts.reclaimed => Action::Wait,
         Runner::Stopped => facts.attempt(Action::StartRunner, Signal::RegistrationFailed, own, now),
         Runner::Starting => Action::Wait,
         Runner::Idle if facts.reclaimed => Action::StopRunner,
-        Runner::Idle | Runner::Busy => facts.say(Signal::Registered, own, Action::Wait),
+        Runner::Idle | Runner::Busy => facts.report(Signal::Registered, own, Action::Wait),
     }
 }
 
-fn leave<'a>(facts: &Facts<'a>, record: &'a Instance, own: &'a str, now: Timestamp) -> Action<'a> {
-    // Beside another run the record holds that run's registration token; registering with it takes over GitHub's entry.
+fn stop_serving<'a>(facts: &Facts<'a>, record: &'a Instance, own: &'a str, now: Timestamp) -> Action<'a> {
+    // If the record names another run, its token is a registration token; registering with it replaces GitHub's entry.
     let sealed = match facts.runner {
         Runner::Starting | Runner::Idle | Runner::Busy => return Action::StopRunner,
         Runner::Stopped if record.run_id.is_empty() && record.sealed.is_empty() => return Action::Wait,
@@ -187,15 +187,15 @@ fn leave<'a>(facts: &Facts<'a>, record: &'a Instance, own: &'a str, now: Timesta
 }
 
 impl<'a> Facts<'a> {
-    /// Says it, unless it was the last thing said; then goes on with `next`.
-    fn say(&self, signal: Signal, run: &'a str, next: Action<'a>) -> Action<'a> {
-        if self.said == Some((signal, run)) { next } else { Action::Say(signal, run) }
+    /// Reports the signal unless it was the last one reported; then continues with `next`.
+    fn report(&self, signal: Signal, run: &'a str, next: Action<'a>) -> Action<'a> {
+        if self.reported == Some((signal, run)) { next } else { Action::Report(signal, run) }
     }
 
-    /// Tries again when it is time, and says that it fails once that is more than a hiccup.
+    /// Retries after the backoff, and reports the failure once it has repeated often enough.
     fn attempt(&self, action: Action<'a>, failed: Signal, run: &'a str, now: Timestamp) -> Action<'a> {
         let next = if now >= self.retry_at { action } else { Action::Wait };
-        if self.failures >= ATTEMPTS { self.say(failed, run, next) } else { next }
+        if self.failures >= FAILURES_BEFORE_REPORT { self.report(failed, run, next) } else { next }
     }
 }
 

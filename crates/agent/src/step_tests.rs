@@ -27,15 +27,15 @@ fn seen(instance: Instance) -> Record {
     Record::Seen { instance: Box::new(instance), read_at: now() }
 }
 
-/// A settled machine that serves nobody.
+/// A machine whose script has succeeded and that serves no run.
 fn facts(record: &Record) -> Facts<'_> {
     Facts {
         record,
         script: Script::Succeeded,
         serving: None,
         runner: Runner::Absent,
-        said: None,
-        said_at: now(),
+        reported: None,
+        reported_at: now(),
         reclaimed: false,
         failures: 0,
         retry_at: now(),
@@ -56,32 +56,32 @@ fn the_script_comes_first_and_its_failure_keeps_the_instance_out() {
 }
 
 #[test]
-fn a_release_is_answered_even_if_the_same_was_said_for_an_earlier_one() {
+fn a_release_is_reported_even_if_an_earlier_one_of_the_same_run_was() {
     let mut leaving = instance(State::Idle, "", "token");
     (leaving.leaving, leaving.updated_at) = ("A".into(), now());
     let record = seen(leaving);
-    let said = Some((Signal::Deregistered, "A"));
-    let before = Facts { said, said_at: now() - SECOND, ..facts(&record) };
-    assert_eq!(step(&before, now()), Action::Say(Signal::Deregistered, "A"));
-    let after = Facts { said, said_at: now(), ..facts(&record) };
+    let reported = Some((Signal::Deregistered, "A"));
+    let before = Facts { reported, reported_at: now() - SECOND, ..facts(&record) };
+    assert_eq!(step(&before, now()), Action::Report(Signal::Deregistered, "A"));
+    let after = Facts { reported, reported_at: now(), ..facts(&record) };
     assert_eq!(step(&after, now()), Action::Wait);
 }
 
 #[test]
-fn each_turn_brings_the_machine_nearer_to_what_its_record_shows() {
+fn each_step_moves_the_machine_towards_its_record() {
     use Runner::*;
     let registered = Some((Signal::Registered, "A"));
     let (a, b) = (instance(State::Running, "A", "token"), instance(State::Claimed, "B", "token"));
-    let (nobody, tokenless) = (instance(State::Idle, "", "token"), instance(State::Idle, "", ""));
+    let (unclaimed, tokenless) = (instance(State::Idle, "", "token"), instance(State::Idle, "", ""));
     let waiting = instance(State::Created, "A", "");
-    let mut leaving = nobody.clone();
+    let mut leaving = unclaimed.clone();
     leaving.leaving = "A".into();
     let remove = Action::Deregister { run: "A", sealed: Some("token") };
     let forget = Action::Deregister { run: "A", sealed: None };
     let table = [
-        // record, serving, runner, said → action
-        (&nobody, None, Absent, None, Action::Wait),
-        (&leaving, None, Absent, None, Action::Say(Signal::Deregistered, "A")),
+        // record, serving, runner, reported → action
+        (&unclaimed, None, Absent, None, Action::Wait),
+        (&leaving, None, Absent, None, Action::Report(Signal::Deregistered, "A")),
         (&leaving, None, Absent, Some((Signal::Deregistered, "A")), Action::Wait),
         (&leaving, Some("A"), Idle, registered, Action::StopRunner),
         (&leaving, Some("A"), Stopped, registered, remove),
@@ -90,16 +90,16 @@ fn each_turn_brings_the_machine_nearer_to_what_its_record_shows() {
         (&a, Some("A"), Absent, None, Action::Register(&a)),
         (&a, Some("A"), Stopped, None, Action::StartRunner),
         (&a, Some("A"), Starting, None, Action::Wait),
-        (&a, Some("A"), Idle, None, Action::Say(Signal::Registered, "A")),
-        (&a, Some("A"), Busy, None, Action::Say(Signal::Registered, "A")),
-        (&a, Some("A"), Idle, Some((Signal::Registered, "Z")), Action::Say(Signal::Registered, "A")),
+        (&a, Some("A"), Idle, None, Action::Report(Signal::Registered, "A")),
+        (&a, Some("A"), Busy, None, Action::Report(Signal::Registered, "A")),
+        (&a, Some("A"), Idle, Some((Signal::Registered, "Z")), Action::Report(Signal::Registered, "A")),
         (&a, Some("A"), Idle, registered, Action::Wait),
         (&a, Some("A"), Busy, registered, Action::Wait),
         (&a, Some("A"), Stopped, registered, Action::StartRunner),
-        (&nobody, Some("A"), Starting, None, Action::StopRunner),
-        (&nobody, Some("A"), Idle, registered, Action::StopRunner),
-        (&nobody, Some("A"), Busy, registered, Action::StopRunner),
-        (&nobody, Some("A"), Stopped, registered, remove),
+        (&unclaimed, Some("A"), Starting, None, Action::StopRunner),
+        (&unclaimed, Some("A"), Idle, registered, Action::StopRunner),
+        (&unclaimed, Some("A"), Busy, registered, Action::StopRunner),
+        (&unclaimed, Some("A"), Stopped, registered, remove),
         (&tokenless, Some("A"), Idle, registered, Action::StopRunner),
         (&tokenless, Some("A"), Stopped, registered, Action::Wait),
         (&tokenless, Some("A"), Absent, registered, forget),
@@ -107,21 +107,21 @@ fn each_turn_brings_the_machine_nearer_to_what_its_record_shows() {
         (&b, Some("A"), Stopped, registered, forget),
         (&b, Some("A"), Absent, registered, forget),
     ];
-    for (record, serving, runner, said, action) in table {
+    for (record, serving, runner, reported, action) in table {
         let record = seen(record.clone());
-        let decided = step(&Facts { serving, runner, said, ..facts(&record) }, now());
-        assert_eq!(decided, action, "{record:?} {serving:?} {runner:?} {said:?}");
+        let decided = step(&Facts { serving, runner, reported, ..facts(&record) }, now());
+        assert_eq!(decided, action, "{record:?} {serving:?} {runner:?} {reported:?}");
     }
 }
 
 #[test]
-fn attempts_pause_and_the_operator_hears_of_a_failure_that_lasts() {
-    let (a, nobody) = (instance(State::Claimed, "A", "token"), instance(State::Idle, "", "token"));
+fn attempts_back_off_and_a_repeated_failure_is_reported() {
+    let (a, unclaimed) = (instance(State::Claimed, "A", "token"), instance(State::Idle, "", "token"));
     let cases = [
         (&a, None, Runner::Absent, Action::Register(&a), Signal::RegistrationFailed),
         (&a, Some("A"), Runner::Stopped, Action::StartRunner, Signal::RegistrationFailed),
         (
-            &nobody,
+            &unclaimed,
             Some("A"),
             Runner::Stopped,
             Action::Deregister { run: "A", sealed: Some("token") },
@@ -133,29 +133,31 @@ fn attempts_pause_and_the_operator_hears_of_a_failure_that_lasts() {
         let base = Facts { serving, runner, ..facts(&record) };
         let later = now() + SECOND;
         assert_eq!(step(&Facts { failures: 1, retry_at: later, ..base.clone() }, now()), Action::Wait);
-        assert_eq!(step(&Facts { failures: ATTEMPTS - 1, ..base.clone() }, now()), action);
-        let failing = Facts { failures: ATTEMPTS, retry_at: later, ..base.clone() };
-        assert_eq!(step(&failing, now()), Action::Say(failed, "A"));
-        let said = Facts { said: Some((failed, "A")), ..failing };
-        assert_eq!(step(&said, now()), Action::Wait);
-        assert_eq!(step(&said, later), action);
+        assert_eq!(step(&Facts { failures: FAILURES_BEFORE_REPORT - 1, ..base.clone() }, now()), action);
+        let failing = Facts { failures: FAILURES_BEFORE_REPORT, retry_at: later, ..base.clone() };
+        assert_eq!(step(&failing, now()), Action::Report(failed, "A"));
+        let reported = Facts { reported: Some((failed, "A")), ..failing };
+        assert_eq!(step(&reported, now()), Action::Wait);
+        assert_eq!(step(&reported, later), action);
     }
 }
 
 #[test]
 fn a_reclaimed_spot_instance_finishes_its_job_and_takes_no_other() {
     let record = seen(instance(State::Running, "A", "token"));
-    let of = |serving, runner, said| step(&Facts { serving, runner, said, reclaimed: true, ..facts(&record) }, now());
+    let of = |serving, runner, reported| {
+        step(&Facts { serving, runner, reported, reclaimed: true, ..facts(&record) }, now())
+    };
     let registered = Some((Signal::Registered, "A"));
     assert_eq!(of(Some("A"), Runner::Busy, registered), Action::Wait);
     assert_eq!(of(Some("A"), Runner::Idle, registered), Action::StopRunner);
     assert_eq!(of(Some("A"), Runner::Stopped, registered), Action::Wait);
-    assert_eq!(of(None, Runner::Absent, None), Action::Say(Signal::RegistrationFailed, "A"));
+    assert_eq!(of(None, Runner::Absent, None), Action::Report(Signal::RegistrationFailed, "A"));
     assert_eq!(of(None, Runner::Absent, Some((Signal::RegistrationFailed, "A"))), Action::Wait);
 }
 
 #[test]
-fn an_instance_ends_itself_when_its_time_is_over_whatever_it_does() {
+fn an_expired_instance_shuts_down_in_every_phase() {
     let expiring = |passed: SignedDuration, read_at: Timestamp| {
         let mut instance = instance(State::Running, "A", "");
         instance.threshold = Some(now() - passed);
@@ -169,9 +171,9 @@ fn an_instance_ends_itself_when_its_time_is_over_whatever_it_does() {
         (Record::Never, now() - MINUTE * 11 - SECOND, Some(End::Unclaimed)),
         (expiring(MINUTE, now()), long_ago, None),
         (expiring(MINUTE + SECOND, now()), long_ago, Some(End::Expired)),
-        // Read before it passed, and not readable since: a later threshold may be there to be read.
+        // Read before the threshold passed and unreadable since: the operator may have extended the threshold.
         (expiring(hour, now() - hour), long_ago, None),
-        (expiring(hour + SECOND, now() - hour), long_ago, Some(End::Blind)),
+        (expiring(hour + SECOND, now() - hour), long_ago, Some(End::RecordUnreadable)),
     ];
     for (record, first_start, ends) in table {
         for runner in [Runner::Absent, Runner::Stopped, Runner::Starting, Runner::Idle, Runner::Busy] {
@@ -194,7 +196,7 @@ fn i8_a_job_is_never_interrupted_while_its_run_is_the_records() {
         let record = seen(instance(state, "A", "token"));
         for (reclaimed, failures) in [(false, 0), (true, 0), (false, 9), (true, 9)] {
             let facts = Facts { serving: Some("A"), runner: Runner::Busy, reclaimed, failures, ..facts(&record) };
-            assert!(matches!(step(&facts, now()), Action::Wait | Action::Say(Signal::Registered, "A")));
+            assert!(matches!(step(&facts, now()), Action::Wait | Action::Report(Signal::Registered, "A")));
         }
     }
 }

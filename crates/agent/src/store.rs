@@ -1,4 +1,4 @@
-//! The instance's records in DynamoDB: reads its own, writes heartbeats and signals.
+//! DynamoDB access: reads the instance's own record, writes heartbeats and signals.
 
 use anyhow::{Context, Result};
 use aws_config::{BehaviorVersion, Region, timeout::TimeoutConfig};
@@ -7,8 +7,8 @@ use jiff::Timestamp;
 use paddock_record::{Heartbeat, Instance, PublicKey, WorkerSignal, entity, key};
 
 use crate::{
-    files::Said,
-    limits::{STORE_CALL, pause},
+    files::Report,
+    limits::{STORE_CALL_TIMEOUT, backoff},
 };
 
 #[derive(Clone)]
@@ -19,10 +19,13 @@ pub struct Store {
 }
 
 impl Store {
-    /// Connects with this instance's credentials and, unless told another region, in its own, for which it asks as long
-    /// as it takes.
+    /// Connects with the instance's credentials, in the given region or the instance's own. Retries until the region is
+    /// known.
     pub async fn connect(region: Option<String>, table: String, instance_id: String) -> Self {
-        let timeouts = TimeoutConfig::builder().operation_timeout(STORE_CALL).connect_timeout(STORE_CALL / 2).build();
+        let timeouts = TimeoutConfig::builder()
+            .operation_timeout(STORE_CALL_TIMEOUT)
+            .connect_timeout(STORE_CALL_TIMEOUT / 2)
+            .build();
         let mut failures = 0;
         loop {
             let mut loader = aws_config::defaults(BehaviorVersion::latest()).timeout_config(timeouts.clone());
@@ -33,13 +36,13 @@ impl Store {
             if config.region().is_some() {
                 return Self { client: Client::new(&config), table, instance_id };
             }
-            tracing::warn!("neither the environment nor the metadata service tells the region; asking again");
+            tracing::warn!("AWS region unknown: neither in the environment nor from the metadata service; retrying");
             failures += 1;
-            tokio::time::sleep(pause(failures)).await;
+            tokio::time::sleep(backoff(failures)).await;
         }
     }
 
-    /// This instance's record as it is now.
+    /// This instance's record, read consistently.
     pub async fn read(&self) -> Result<Option<Instance>> {
         let get = self.client.get_item().table_name(&self.table).consistent_read(true);
         let answer = get.set_key(Some(key(entity::INSTANCE, &self.instance_id))).send().await;
@@ -54,16 +57,16 @@ impl Store {
         put.await.map_err(plain).context("cannot write the heartbeat").map(drop)
     }
 
-    pub async fn say(&self, said: &Said, now: Timestamp) -> Result<()> {
-        let Said { signal, run_id, reason, detail, .. } = said.clone();
-        let said =
+    pub async fn write_signal(&self, report: &Report, now: Timestamp) -> Result<()> {
+        let Report { signal, run_id, reason, detail, .. } = report.clone();
+        let signal =
             WorkerSignal { instance_id: self.instance_id.clone(), signal, run_id, updated_at: now, reason, detail };
-        let put = self.client.put_item().table_name(&self.table).set_item(Some(said.to_item())).send();
+        let put = self.client.put_item().table_name(&self.table).set_item(Some(signal.to_item())).send();
         put.await.map_err(plain).context("cannot write the signal").map(drop)
     }
 }
 
-/// The SDK's errors say what went wrong only through their sources.
+/// An SDK error shows its cause only in its source chain.
 fn plain(error: impl std::error::Error + Send + Sync + 'static) -> anyhow::Error {
     anyhow::anyhow!("{}", aws_sdk_dynamodb::error::DisplayErrorContext(error))
 }

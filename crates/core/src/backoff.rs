@@ -1,4 +1,4 @@
-//! How long to wait after failures in a row.
+//! Delay after consecutive failures.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ impl Backoff {
         Self { first, max }
     }
 
-    /// The wait after this many failures in a row; the first one waits for `first`.
+    /// The delay after this many consecutive failures; `first` after the first one.
     pub fn delay(self, failures: u32) -> Duration {
         let doublings = failures.saturating_sub(1).min(31);
         self.first.saturating_mul(1 << doublings).min(self.max)

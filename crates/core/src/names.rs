@@ -6,7 +6,7 @@ use sha2::{Digest, Sha256};
 
 use crate::api::RunnerPool;
 
-/// A pool. Records and tags have it as `namespace/name`.
+/// Identifies a pool; written as `namespace/name` in records and tags.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PoolKey {
     pub namespace: String,
@@ -35,7 +35,7 @@ impl fmt::Display for PoolKey {
     }
 }
 
-/// How the names of a cluster's workers begin, and with them those of its runners at GitHub: nobody else's are touched.
+/// The name prefix of a cluster's workers and of their runners at GitHub. Runners without it are never removed.
 pub fn name_prefix(cluster: &str) -> String {
     format!("paddock-{}-", digest(cluster, 2))
 }
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pool_is_found_by_what_its_records_have() {
+    fn a_pool_key_is_parsed_from_its_text() {
         let key = PoolKey::new("ci", "linux");
         assert_eq!(PoolKey::parse(&key.to_string()), Some(key));
         assert_eq!(PoolKey::parse("linux"), None);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 
-/// A change of the object, or of what it depends on, always comes first.
+/// A change of the object, or of one it depends on, triggers a reconciliation earlier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
     AwaitChange,

@@ -1,10 +1,10 @@
-//! How long finished claims stay.
+//! When finished claims are deleted.
 
 use jiff::{SignedDuration, Timestamp};
 
 use crate::api::RunnerClaim;
 
-/// Whether a claim, whatever served it, has been over for so long that nobody asks for it any more.
+/// Whether a claim, on either kind of hardware, finished longer than `retention` ago.
 pub fn is_outdated(claim: &RunnerClaim, retention: SignedDuration, now: Timestamp) -> bool {
     let Some(status) = claim.status.as_ref().filter(|_| claim.metadata.deletion_timestamp.is_none()) else {
         return false;

@@ -1,4 +1,4 @@
-//! What becomes of a machine's runner at GitHub when nobody on the machine can see to it any more.
+//! Runners at GitHub without a machine or worker, and machines whose agent is silent.
 
 use jiff::{SignedDuration, Timestamp};
 use paddock_record::State;
@@ -8,8 +8,8 @@ use crate::{
     ec2::machine::Machine,
 };
 
-/// How long a machine in service may be silent beyond its heartbeat's limit before GitHub is asked about it.
-const SILENCE: SignedDuration = SignedDuration::from_mins(2);
+/// How long past `timeouts.heartbeat` a running machine may be silent before GitHub is asked about its runner.
+const SILENT_AGENT_GRACE: SignedDuration = SignedDuration::from_mins(2);
 
 /// A runner as GitHub lists it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,16 +22,16 @@ pub struct Listed {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
     Leave,
-    /// GitHub still has the runner of a machine that is gone.
+    /// GitHub still lists the runner of a terminated machine.
     Delete(i64),
     /// GitHub has no runner of that name: nothing is left to do.
     Settled,
-    /// Its agent is silent, and GitHub does not hear of its runner either.
+    /// Its heartbeat stopped, and its runner is offline at GitHub.
     End(FailureReason, String),
 }
 
-/// Whether GitHub has to be asked: an ended machine may have left its runner behind, and a silent one may be in the middle
-/// of a job.
+/// Whether GitHub has to be asked: a terminated machine may have left its runner behind, and a silent one may still
+/// run a job.
 pub fn is_doubtful(tracked: &Machine, timeouts: &Ec2Timeouts) -> bool {
     match tracked.record.state {
         State::Terminated => !tracked.record.leaving.is_empty(),
@@ -40,22 +40,23 @@ pub fn is_doubtful(tracked: &Machine, timeouts: &Ec2Timeouts) -> bool {
     }
 }
 
-fn last_heard(tracked: &Machine) -> Timestamp {
+fn last_heartbeat(tracked: &Machine) -> Timestamp {
     tracked.report.heartbeat.as_ref().map_or(tracked.record.updated_at, |beat| beat.updated_at)
 }
 
 fn is_silent(tracked: &Machine, timeouts: &Ec2Timeouts) -> bool {
-    tracked.read_at.duration_since(last_heard(tracked)) > SignedDuration::from(timeouts.heartbeat) + SILENCE
+    tracked.read_at.duration_since(last_heartbeat(tracked))
+        > SignedDuration::from(timeouts.heartbeat) + SILENT_AGENT_GRACE
 }
 
-/// What GitHub's answer means for a doubtful machine. A runner that is busy is never touched, and neither is its machine.
+/// What GitHub's answer means for a doubtful machine. A busy or online runner and its machine are left alone.
 pub fn verdict(tracked: &Machine, runner: Option<Listed>) -> Verdict {
     match (tracked.record.state, runner) {
         (_, Some(Listed { busy: true, .. } | Listed { online: true, .. })) => Verdict::Leave,
         (State::Terminated, Some(Listed { id, .. })) => Verdict::Delete(id),
         (State::Terminated, None) => Verdict::Settled,
         (State::Running, Some(_) | None) => {
-            let since = last_heard(tracked).strftime("%Y-%m-%dT%H:%M:%SZ");
+            let since = last_heartbeat(tracked).strftime("%Y-%m-%dT%H:%M:%SZ");
             let message = format!("its last heartbeat was at {since}, and its runner is offline at GitHub");
             Verdict::End(FailureReason::HeartbeatStale, message)
         }
@@ -63,7 +64,7 @@ pub fn verdict(tracked: &Machine, runner: Option<Listed>) -> Verdict {
     }
 }
 
-/// Which of the listed runners are ours, idle and without a worker. Runners of others are never touched, nor are busy ones.
+/// The listed runners that have our prefix, are not busy and have no worker. All others are left alone.
 pub fn without_worker<'a>(
     runners: impl IntoIterator<Item = (&'a str, Listed)>,
     prefix: &str,
@@ -105,10 +106,10 @@ mod tests {
     }
 
     #[test]
-    fn github_is_asked_about_machines_that_ended_in_service_and_those_that_are_silent() {
+    fn github_is_asked_about_machines_that_ended_with_a_run_and_those_that_are_silent() {
         let timeouts = pool().timeouts;
         assert!(is_doubtful(&ended(RUN), &timeouts));
-        assert!(!is_doubtful(&ended(""), &timeouts), "it had left GitHub before it ended");
+        assert!(!is_doubtful(&ended(""), &timeouts), "it deregistered before it ended");
         assert!(!is_doubtful(&serving(135), &timeouts));
         assert!(is_doubtful(&serving(136), &timeouts));
         for state in [State::Created, State::Idle, State::Claimed] {

@@ -1,16 +1,16 @@
-//! What board this is: what the device tree says, as a label value.
+//! Derives the board's name, a label value, from the device tree.
 
-/// The longest label value that Kubernetes takes.
-const LONGEST: usize = 63;
+/// The maximum length of a Kubernetes label value.
+const LABEL_VALUE_MAX: usize = 63;
 
-/// The board, of the properties of the tree's root: `compatible` lists names, the most exact first, each with a zero
-/// at its end; `model` is for people.
+/// The board's name from two properties of the root node. `compatible` is a list of NUL-terminated names, the most
+/// specific first; `model` is a human-readable name.
 pub fn from_device_tree(compatible: &[u8], model: &[u8]) -> Option<String> {
     let names = compatible.split(|byte| *byte == 0).chain(model.split(|byte| *byte == 0));
     names.map(label_value).find(|value| !value.is_empty())
 }
 
-/// The text in lower case, with a dash for each run of what a label value cannot have; empty where nothing is left.
+/// The text in lower case, with each run of invalid characters replaced by a dash. May be empty.
 fn label_value(text: &[u8]) -> String {
     let mut value = String::new();
     for byte in text {
@@ -23,13 +23,13 @@ fn label_value(text: &[u8]) -> String {
         }
     }
     let value = value.trim_start_matches(['.', '_', '-']);
-    value[..value.len().min(LONGEST)].trim_end_matches(['.', '_', '-']).to_owned()
+    value[..value.len().min(LABEL_VALUE_MAX)].trim_end_matches(['.', '_', '-']).to_owned()
 }
 
 pub fn is_label_value(text: &str) -> bool {
     let inner = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
     let outer = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
-    text.len() <= LONGEST && text.bytes().all(inner) && outer(text.bytes().next()) && outer(text.bytes().last())
+    text.len() <= LABEL_VALUE_MAX && text.bytes().all(inner) && outer(text.bytes().next()) && outer(text.bytes().last())
 }
 
 #[cfg(test)]

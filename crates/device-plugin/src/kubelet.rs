@@ -1,8 +1,8 @@
-//! The kubelet's side door: a directory of sockets, one of which is its own. A device plugin makes another, says so to the
-//! kubelet, and is asked for its devices there.
+//! Registration with the kubelet. Its plugin directory contains the kubelet's own socket; a device plugin adds another
+//! and registers it, and the kubelet lists the plugin's devices there.
 //!
-//! A kubelet that starts removes every socket and knows nobody. One that stops listening never asks again by itself. So
-//! whatever happens, the plugin makes a new socket and registers anew.
+//! A restarted kubelet removes all sockets and forgets every registration. One that closes the stream does not
+//! reconnect. In both cases the plugin creates a new socket and registers again.
 
 use std::{
     fmt, fs, io,
@@ -28,24 +28,24 @@ use crate::{
 const KUBELET_SOCKET: &str = "kubelet.sock";
 const VERSION: &str = "v1beta1";
 
-/// How often the two sockets are looked at: two calls of `stat`, which also see a directory that was made anew or mounted
-/// over, where a watch would wait for ever.
-const LOOK: Duration = Duration::from_millis(250);
-/// Between two tries.
-const RETRY: Duration = Duration::from_secs(1);
-/// How long the kubelet may take to answer, and then to ask for the slots.
-const ANSWER: Duration = Duration::from_secs(10);
-/// How long open connections may go on at the end.
-const GRACE: Duration = Duration::from_secs(1);
+/// How often both sockets are checked with `stat`. Unlike an inotify watch, this also notices a directory that was
+/// recreated or mounted over.
+const SOCKET_POLL: Duration = Duration::from_millis(250);
+/// Pause between two attempts to register.
+const REGISTER_RETRY: Duration = Duration::from_secs(1);
+/// How long the kubelet may take to answer a registration, and then to call `ListAndWatch`.
+const KUBELET_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long open connections may last after shutdown begins.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(1);
 
-/// Slots under a resource's name, for the kubelet of a directory.
+/// A device plugin that advertises slots of one resource to the kubelet of a plugin directory.
 pub struct Plugin {
     dir: PathBuf,
     resource: String,
     slots: u32,
 }
 
-/// Why a registration is over.
+/// Why a registration ended.
 enum End {
     Stopped,
     Lost(&'static str),
@@ -62,28 +62,28 @@ impl Plugin {
         Self { dir, resource, slots }
     }
 
-    /// The name of our socket: another resource's plugin has another.
+    /// The file name of the plugin's socket, unique per resource.
     pub fn endpoint(&self) -> String {
         format!("paddock-{}.sock", self.resource.replace('/', "-"))
     }
 
-    /// Serves and registers, again and again, until `stop`. Each trouble is said once.
+    /// Serves and registers until `stop`, retrying on failure. A repeated error is logged once.
     pub async fn serve(&self, stop: &CancellationToken) {
-        let mut said = String::new();
+        let mut last_error = String::new();
         while !stop.is_cancelled() {
             match self.register_and_serve(stop).await {
                 Ok(End::Stopped) => break,
                 Ok(End::Lost(why)) => {
-                    tracing::info!("{why}; registering anew");
-                    said.clear();
+                    tracing::info!("{why}; registering again");
+                    last_error.clear();
                 }
                 Err(error) => {
                     let error = format!("{error:#}");
-                    if error != said {
-                        tracing::warn!(error, "not registered with the kubelet; trying again every {RETRY:?}");
+                    if error != last_error {
+                        tracing::warn!(error, "not registered with the kubelet; retrying every {REGISTER_RETRY:?}");
                     }
-                    said = error;
-                    let _ = time::timeout(RETRY, stop.cancelled()).await;
+                    last_error = error;
+                    let _ = time::timeout(REGISTER_RETRY, stop.cancelled()).await;
                 }
             }
         }
@@ -103,8 +103,8 @@ impl Plugin {
         let mut server = tokio::spawn(server);
         let registered = async {
             self.register(&kubelet).await?;
-            let asked = time::timeout(ANSWER, listeners.wait_for(Option::is_some)).await;
-            asked.with_context(|| format!("the kubelet did not ask for the slots within {ANSWER:?}"))??;
+            let asked = time::timeout(KUBELET_TIMEOUT, listeners.wait_for(Option::is_some)).await;
+            asked.with_context(|| format!("the kubelet did not ask for the slots within {KUBELET_TIMEOUT:?}"))??;
             tracing::info!(resource = self.resource, slots = self.slots, "registered with the kubelet");
             anyhow::Ok(tokio::select! {
                 _ = listeners.wait_for(|open| *open == Some(0)) => End::Lost("the kubelet listens no longer"),
@@ -117,13 +117,13 @@ impl Plugin {
             ended = &mut server => bail!("the plugin's own server ended: {ended:?}"),
         };
         end.cancel();
-        let _ = time::timeout(GRACE, server).await;
+        let _ = time::timeout(SHUTDOWN_GRACE, server).await;
         outcome
     }
 
     async fn register(&self, kubelet: &Path) -> Result<()> {
-        let endpoint = Endpoint::from_shared(format!("unix:{}", kubelet.display()))?.timeout(ANSWER);
-        let connected = time::timeout(ANSWER, endpoint.connect()).await.context("it does not answer");
+        let endpoint = Endpoint::from_shared(format!("unix:{}", kubelet.display()))?.timeout(KUBELET_TIMEOUT);
+        let connected = time::timeout(KUBELET_TIMEOUT, endpoint.connect()).await.context("it does not answer");
         let channel = connected.and_then(|channel| Ok(channel?));
         let channel = channel.with_context(|| format!("the kubelet cannot be reached at {}", kubelet.display()))?;
         let request = RegisterRequest {
@@ -139,11 +139,11 @@ impl Plugin {
     }
 }
 
-/// Waits until one of the sockets is another than before, and says which.
+/// Waits until one of the sockets is replaced or removed, and returns which.
 async fn changed(kubelet: &Path, seen: Identity, own: &Socket) -> &'static str {
-    let mut look = time::interval(LOOK);
+    let mut ticks = time::interval(SOCKET_POLL);
     loop {
-        look.tick().await;
+        ticks.tick().await;
         if identity(kubelet).ok() != Some(seen) {
             return "the kubelet was restarted";
         }
@@ -153,7 +153,7 @@ async fn changed(kubelet: &Path, seen: Identity, own: &Socket) -> &'static str {
     }
 }
 
-/// What tells a file from another that came in its place: a number is given again, but not at the same moment.
+/// Tells a file from a replacement at the same path. Inode numbers are reused, so the change time is compared too.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Identity {
     device: u64,
@@ -166,14 +166,14 @@ fn identity(path: &Path) -> io::Result<Identity> {
     Ok(Identity { device: data.dev(), inode: data.ino(), changed: (data.ctime(), data.ctime_nsec()) })
 }
 
-/// The plugin's socket; removed at the end, unless another has come in its place.
+/// The plugin's socket, removed on drop unless it has been replaced.
 struct Socket {
     path: PathBuf,
     identity: Identity,
 }
 
 impl Socket {
-    /// In the place of one that an earlier plugin may have left.
+    /// Replaces a socket left by an earlier plugin.
     fn bind(path: PathBuf) -> Result<(Self, UnixListener)> {
         let bound = match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),

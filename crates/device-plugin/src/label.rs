@@ -1,4 +1,4 @@
-//! The node's label with its board, kept whatever happens to it.
+//! Keeps the board label on the node.
 
 use std::{collections::BTreeMap, pin::pin, time::Duration};
 
@@ -14,17 +14,17 @@ use kube::{
 };
 use serde_json::json;
 
-/// The label of nodes that names the board; pools select by it.
+/// The node label that names the board; pools select nodes by it.
 const LABEL_BOARD: &str = "riseproject.dev/board";
 const FIELD_MANAGER: &str = "paddock-device-plugin";
 
-/// Between two tries to write: what failed is mostly somebody else's outage.
-const RETRY: Duration = Duration::from_secs(5);
+/// Pause between two attempts to write the label. The usual cause is an API server outage, so it need not be short.
+const LABEL_RETRY: Duration = Duration::from_secs(5);
 
-/// What the API server tells of nodes without their status, which changes all the time.
+/// Node metadata only: the status changes all the time and is not needed.
 type Nodes = Api<PartialObjectMeta<Node>>;
 
-/// Watches this one node, and labels it whenever it appears without the board or loses it. Never ends.
+/// Watches this node and labels it whenever the label is missing or wrong. Never returns.
 pub async fn keep(client: Client, name: &str, board: &str) {
     let nodes: Nodes = Api::all(client);
     let this = watcher::Config::default().fields(&format!("metadata.name={name}"));
@@ -38,9 +38,9 @@ pub async fn keep(client: Client, name: &str, board: &str) {
                     label(&nodes, name, board).await;
                 }
             }
-            Ok(Event::InitDone) if !exists => tracing::warn!(node = name, "there is no such node yet; waiting for it"),
+            Ok(Event::InitDone) if !exists => tracing::warn!(node = name, "node not found; waiting for it"),
             Ok(Event::Init | Event::InitDone | Event::Delete(_)) => {}
-            Err(error) => tracing::warn!(node = name, %error, "the watch of the node was interrupted"),
+            Err(error) => tracing::warn!(node = name, %error, "node watch interrupted"),
         }
     }
 }
@@ -49,16 +49,16 @@ fn is_labelled(labels: &BTreeMap<String, String>, board: &str) -> bool {
     labels.get(LABEL_BOARD).is_some_and(|label| label == board)
 }
 
-/// Writes until it is written, or the node is gone.
+/// Retries until the label is written or the node is deleted.
 async fn label(nodes: &Nodes, name: &str, board: &str) {
     let patch = Patch::Merge(json!({ "metadata": { "labels": { LABEL_BOARD: board } } }));
     let manager = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
     loop {
         match nodes.patch(name, &manager, &patch).await {
-            Ok(_) => return tracing::info!(node = name, board, "the node is labelled"),
+            Ok(_) => return tracing::info!(node = name, board, "node labelled"),
             Err(kube::Error::Api(status)) if status.is_not_found() => return,
-            Err(error) => tracing::warn!(node = name, %error, "the node cannot be labelled; trying again in {RETRY:?}"),
+            Err(error) => tracing::warn!(node = name, %error, "cannot label the node; retrying in {LABEL_RETRY:?}"),
         }
-        tokio::time::sleep(RETRY).await;
+        tokio::time::sleep(LABEL_RETRY).await;
     }
 }

@@ -13,17 +13,17 @@ use tokio_util::sync::CancellationToken;
 use kubelet::Plugin;
 use settings::Settings;
 
-/// The kubelet's interface for device plugins, as the kubelet itself describes it.
+/// The kubelet's device plugin API, generated from its own proto file.
 #[allow(clippy::all)]
 pub mod v1beta1 {
     tonic::include_proto!("v1beta1");
 }
 
-/// Advertises and labels until `stop`. What fails on the way is said and tried again.
+/// Advertises the slots and labels the node until `stop`. Failures are logged and retried.
 pub async fn run(settings: Settings, client: Client, stop: CancellationToken) -> Result<()> {
     let board = settings.board()?;
     let plugin = Plugin::new(settings.plugin_dir, settings.resource_name, settings.slots);
-    tracing::info!(node = settings.node_name, board, "a board with {plugin}");
+    tracing::info!(node = settings.node_name, board, "device plugin started: {plugin}");
     tokio::select! {
         () = label::keep(client, &settings.node_name, &board) => bail!("the watch of the node ended by itself"),
         () = plugin.serve(&stop) => Ok(()),

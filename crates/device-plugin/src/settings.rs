@@ -7,8 +7,8 @@ use clap::Args;
 
 use crate::board::{from_device_tree, is_label_value};
 
-/// More pods than a kubelet takes by default would be no use.
-const MOST_SLOTS: i64 = 110;
+/// The kubelet's default pod limit; more slots could not be used.
+const SLOTS_MAX: i64 = 110;
 
 #[derive(Args, Debug, Clone)]
 pub struct Settings {
@@ -18,7 +18,7 @@ pub struct Settings {
         env = "PADDOCK_SLOTS",
         value_name = "N",
         default_value_t = 1,
-        value_parser = clap::value_parser!(u32).range(1..=MOST_SLOTS)
+        value_parser = clap::value_parser!(u32).range(1..=SLOTS_MAX)
     )]
     pub slots: u32,
 
@@ -55,7 +55,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// The board that was told, or else the one of the device tree.
+    /// The configured board, or the one from the device tree.
     pub fn board(&self) -> Result<String> {
         if let Some(board) = &self.board {
             return Ok(board.clone());
@@ -76,7 +76,7 @@ fn board(text: &str) -> Result<String, String> {
     }
 }
 
-/// As Kubernetes takes the names of extended resources: a domain of somebody's own, and a name.
+/// Validates an extended resource name as Kubernetes does: a domain outside `kubernetes.io`, and a name.
 fn resource_name(text: &str) -> Result<String, String> {
     let is_domain = |domain: &str| {
         let own = domain != "kubernetes.io" && !domain.ends_with(".kubernetes.io");
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn the_board_is_what_is_told_or_what_the_device_tree_says() {
+    fn the_board_comes_from_the_flag_or_the_device_tree() {
         #[derive(clap::Parser)]
         struct Cli {
             #[command(flatten)]

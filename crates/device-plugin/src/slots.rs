@@ -1,4 +1,4 @@
-//! What the kubelet asks a device plugin.
+//! The device plugin service that the kubelet calls.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -13,20 +13,20 @@ use crate::v1beta1::{
     PreferredAllocationResponse, device_plugin_server::DevicePlugin,
 };
 
-/// As the kubelet spells it. A slot is a number to count by: nothing of it can break.
+/// The kubelet's spelling. A slot is only a counter, so it is always healthy.
 const HEALTHY: &str = "Healthy";
 
-/// The slots of a board. Nothing comes with a slot: a runner pod has what its pool says.
+/// The slots of a board. A slot adds nothing to a container: the pool defines the runner pod.
 pub struct Slots {
     ids: BTreeSet<String>,
-    /// How many streams the kubelet listens to; `None` before the first.
+    /// The number of open `ListAndWatch` streams; `None` before the first.
     listeners: Arc<watch::Sender<Option<usize>>>,
     end: CancellationToken,
 }
 
 impl Slots {
     pub fn new(count: u32, listeners: watch::Sender<Option<usize>>, end: CancellationToken) -> Self {
-        // The same after every restart: the kubelet remembers which pod has which.
+        // The ids are stable across restarts: the kubelet remembers which pod has which slot.
         let ids = (0..count).map(|index| format!("slot-{index}")).collect();
         Self { ids, listeners: Arc::new(listeners), end }
     }
@@ -40,8 +40,8 @@ impl DevicePlugin for Slots {
         Ok(Response::new(DevicePluginOptions::default()))
     }
 
-    /// Tells of all slots, and stays until the kubelet or the plugin ends it: the kubelet takes the end of the stream for
-    /// the end of the slots.
+    /// Sends all slots and keeps the stream open until the kubelet or the plugin ends it. When the stream ends, the
+    /// kubelet drops the slots.
     async fn list_and_watch(&self, _: Request<Empty>) -> Result<Response<Self::ListAndWatchStream>, Status> {
         let device = |id: &String| Device { id: id.clone(), health: HEALTHY.into(), topology: None };
         let all = ListAndWatchResponse { devices: self.ids.iter().map(device).collect() };

@@ -1,4 +1,4 @@
-//! The plugin against a kubelet that does on its sockets what the real one does.
+//! The plugin against a fake kubelet that uses its sockets as the real one does.
 
 use std::{
     fs,
@@ -23,12 +23,12 @@ use tonic::{
     transport::{Channel, Endpoint, Server},
 };
 
-/// Longer than anything takes on a slow machine; a test that waits this long has failed.
+/// Far longer than any step takes, even on a slow machine.
 const DEADLINE: Duration = Duration::from_secs(120);
 const RESOURCE: &str = "example.com/runner";
 const ENDPOINT: &str = "paddock-example.com-runner.sock";
 
-/// A kubelet, ended when dropped.
+/// A fake kubelet, stopped on drop.
 struct Kubelet {
     dir: PathBuf,
     requests: mpsc::UnboundedReceiver<RegisterRequest>,
@@ -57,7 +57,7 @@ impl Kubelet {
         Self::that_refuses(dir, 0)
     }
 
-    /// As a real one starts: every socket in the directory goes, and its own comes.
+    /// Like the real one at start: removes every socket in the directory and creates its own.
     fn that_refuses(dir: &Path, times: u32) -> Self {
         for entry in fs::read_dir(dir).unwrap() {
             fs::remove_file(entry.unwrap().path()).unwrap();
@@ -75,7 +75,7 @@ impl Kubelet {
         request.expect("the plugin registers in time").expect("this kubelet runs")
     }
 
-    /// Waits for a registration and asks for the slots, as the kubelet does.
+    /// Waits for a registration and lists the slots, as the kubelet does.
     async fn slots(&mut self) -> (DevicePluginClient<Channel>, Streaming<ListAndWatchResponse>, Vec<String>) {
         let request = self.registration().await;
         assert_eq!(request.version, "v1beta1");
@@ -85,7 +85,7 @@ impl Kubelet {
         let socket = format!("unix:{}", self.dir.join(&request.endpoint).display());
         let mut client = DevicePluginClient::new(Endpoint::from_shared(socket).unwrap().connect().await.unwrap());
         let mut stream = client.list_and_watch(Empty {}).await.unwrap().into_inner();
-        let devices = stream.message().await.unwrap().expect("the slots are told at once").devices;
+        let devices = stream.message().await.unwrap().expect("the slots are sent at once").devices;
         assert!(devices.iter().all(|device| device.health == "Healthy" && device.id.len() <= 63));
         (client, stream, devices.into_iter().map(|device| device.id).collect())
     }
@@ -97,7 +97,7 @@ impl Drop for Kubelet {
     }
 }
 
-/// A plugin with two slots, told to stop when dropped.
+/// A plugin with two slots, stopped on drop.
 struct Running {
     stop: CancellationToken,
     task: JoinHandle<()>,
@@ -141,7 +141,7 @@ async fn slots_are_advertised_and_given_out() {
     assert_eq!(
         client.get_device_plugin_options(Empty {}).await.unwrap().into_inner(),
         DevicePluginOptions::default(),
-        "what it told when it registered"
+        "the options it registered with"
     );
     let answer = client.allocate(allocate(&["slot-1", "slot-0"])).await.unwrap().into_inner();
     assert_eq!(answer.container_responses.len(), 2, "one answer for each container");
@@ -183,14 +183,14 @@ async fn a_kubelet_that_dies_and_comes_back_is_found() {
     let mut kubelet = Kubelet::start(dir.path());
     let _plugin = Running::start(dir.path());
     drop(kubelet.slots().await);
-    // Its socket stays behind, and nobody answers there.
+    // Its socket file stays, without a listener.
     drop(kubelet);
     let mut kubelet = Kubelet::start(dir.path());
     kubelet.slots().await;
 }
 
 #[tokio::test]
-async fn a_kubelet_that_listens_no_longer_is_told_again() {
+async fn a_closed_stream_leads_to_a_new_registration() {
     let dir = dir();
     let mut kubelet = Kubelet::start(dir.path());
     let _plugin = Running::start(dir.path());
@@ -199,7 +199,7 @@ async fn a_kubelet_that_listens_no_longer_is_told_again() {
 }
 
 #[tokio::test]
-async fn a_removed_socket_is_made_anew() {
+async fn a_removed_socket_is_created_again() {
     let dir = dir();
     let mut kubelet = Kubelet::start(dir.path());
     let _plugin = Running::start(dir.path());
@@ -231,7 +231,7 @@ async fn a_plugin_that_stops_leaves_the_socket_of_its_successor() {
     let mut kubelet = Kubelet::start(dir.path());
     let plugin = Running::start(dir.path());
     let _open = kubelet.slots().await;
-    // Files are told apart by the moment they were made, which the kernel knows to some milliseconds.
+    // Sockets are compared by change time, which the kernel records with a granularity of milliseconds.
     time::sleep(Duration::from_millis(50)).await;
     plugin.stop.cancel();
     // No await in between: the plugin has had no chance to clean up.

@@ -1,4 +1,4 @@
-//! A cache whose values expire, with one fetch at a time for each key.
+//! A cache with expiring values and at most one concurrent fetch per key.
 
 use std::{
     collections::HashMap,
@@ -11,21 +11,21 @@ use futures::future::BoxFuture;
 
 use crate::lock;
 
-/// Callers that miss the same key share one fetch: the first fetches, the others wait for its value. A failed fetch is not
-/// shared; the next caller tries again.
+/// Callers that miss the same key share one fetch: the first one fetches, the others wait. A failed fetch is not
+/// shared; the next caller retries.
 pub struct ExpiringCache<K, V> {
     capacity: usize,
     slots: Mutex<HashMap<K, Slot<V>>>,
 }
 
-/// Boxed, because a future that holds another by value holds room for it twice, and fetches are nested.
+/// Boxed to keep the callers' futures small: fetches are nested.
 pub type Fetch<'a, V, E> = BoxFuture<'a, Result<(V, Duration), E>>;
 
 type Slot<V> = Arc<tokio::sync::Mutex<Option<Entry<V>>>>;
 
 struct Entry<V> {
     value: V,
-    /// None: it never expires.
+    /// `None` never expires.
     expires: Option<Instant>,
 }
 
@@ -36,13 +36,13 @@ impl<V> Entry<V> {
 }
 
 impl<K: Clone + Eq + Hash, V: Clone> ExpiringCache<K, V> {
-    /// Keeps about `capacity` keys; more displace those that expired or expire first.
+    /// Keeps about `capacity` keys. Expired entries, then those that expire first, are evicted.
     pub fn new(capacity: usize) -> Self {
         Self { capacity, slots: Mutex::default() }
     }
 
-    /// The cached value, or one that `fetch` brings together with the time for which it is valid. A cached value drops
-    /// `fetch` before it has begun.
+    /// The cached value, or the result of `fetch`, which also returns its time to live. On a hit `fetch` is dropped
+    /// without being polled.
     pub async fn get_or_fetch<E>(&self, key: K, fetch: Fetch<'_, V, E>) -> Result<V, E> {
         let slot = self.slot(key);
         let mut entry = slot.lock().await;
@@ -77,7 +77,7 @@ impl<K: Clone + Eq + Hash, V: Clone> ExpiringCache<K, V> {
             if slots.len() >= self.capacity {
                 let expiry = |slot: &Slot<V>| slot.try_lock().ok().map(|entry| entry.as_ref().and_then(|e| e.expires));
                 let first = slots.iter().filter_map(|(key, slot)| Some((expiry(slot)?, key)));
-                // `None` never expires and sorts first, so it is ranked last.
+                // `None` sorts first but never expires, so rank it last.
                 let first = first.min_by_key(|(expires, _)| (expires.is_none(), *expires)).map(|(_, key)| key.clone());
                 first.map(|key| slots.remove(&key));
             }
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_full_cache_drops_what_expires_first() {
+    async fn a_full_cache_evicts_what_expires_first() {
         let (cache, source) = (ExpiringCache::new(2), Source(AtomicU32::new(0)));
         for (key, valid_for) in [("never", Duration::MAX), ("soon", HOUR), ("later", 2 * HOUR)] {
             cache.get_or_fetch(key, source.next(valid_for).boxed()).await.unwrap();

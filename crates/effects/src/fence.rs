@@ -1,7 +1,7 @@
-//! The fence: no write leaves a replica that does not hold the lease.
+//! The fence: a replica that does not hold the lease cannot write.
 //!
-//! Leader election decides who works; the fence makes sure of it at the edge. Each client the leader writes with
-//! asks it right before a request is sent, so a replica that was paused past its lease and resumed does nothing more.
+//! Every client of the leader checks the fence right before it sends a request. So a replica that was paused until its
+//! lease expired writes nothing after it resumes.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -19,7 +19,7 @@ use tower::{Layer, Service};
 
 type Request = http::Request<Body>;
 
-/// Open until an instant that only the lease's renewals move forward.
+/// Open until an instant that only lease renewals extend.
 #[derive(Clone, Default)]
 pub struct Fence(Arc<Mutex<Option<Instant>>>);
 
@@ -42,7 +42,7 @@ impl Fence {
     }
 }
 
-/// For the Kubernetes client: everything but reading is a write.
+/// For the Kubernetes client: every method except the safe ones is a write.
 impl<S> Layer<S> for Fence {
     type Service = FencedService<S>;
 
@@ -77,7 +77,7 @@ where
     }
 }
 
-/// For the AWS clients: only the leader uses them, so every attempt of every call is asked for.
+/// For the AWS clients: only the leader uses them, so every attempt of every call is checked.
 #[derive(Clone)]
 pub struct FenceInterceptor(pub Fence);
 

@@ -1,4 +1,4 @@
-//! The fence alone, and inside the clients as the operator builds them.
+//! Tests the fence on its own and in the operator's clients.
 
 use std::time::Duration;
 
@@ -19,20 +19,20 @@ use crate::{
     kube::client::{self, LEADER_REQUESTS},
 };
 
-/// Longer than anything here takes on a busy machine.
+/// Timeout that is long enough for a busy machine.
 const DEADLINE: Duration = Duration::from_secs(30);
 
 #[test]
 fn the_fence_is_open_only_until_the_end_of_the_lease() {
     let fence = Fence::default();
-    assert_eq!(fence.check(), Err(Fenced), "nobody leads at start");
+    assert_eq!(fence.check(), Err(Fenced), "closed at start");
     fence.open_until(Instant::now() + Duration::from_secs(60));
     assert_eq!(fence.clone().check(), Ok(()));
     fence.open_until(Instant::now());
-    assert_eq!(fence.check(), Err(Fenced), "the lease ran out");
+    assert_eq!(fence.check(), Err(Fenced), "the lease expired");
     fence.open_until(Instant::now() + Duration::from_secs(60));
     fence.close();
-    assert_eq!(fence.check(), Err(Fenced), "the lease was given up");
+    assert_eq!(fence.check(), Err(Fenced), "the lease was released");
 }
 
 #[tokio::test]
@@ -49,14 +49,14 @@ async fn a_closed_fence_lets_reads_through_and_stops_writes() {
     assert_eq!(service.call(request("PATCH")).await.unwrap(), "sent");
 }
 
-/// A server on loopback. It ends with its test.
+/// A server on loopback that ends with its test.
 struct Server {
     url: String,
     received: watch::Receiver<usize>,
 }
 
 impl Server {
-    /// `answer` gets the method, and the number of the request, from 1.
+    /// `answer` gets the method and the number of the request, starting at 1.
     async fn start<A: IntoResponse>(answer: impl Fn(Method, usize) -> A + Clone + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -110,7 +110,7 @@ async fn i5_a_throttled_write_is_not_repeated_after_the_lease_was_lost() {
 }
 
 #[tokio::test]
-async fn a_throttled_write_is_repeated_when_the_server_asks_for_it() {
+async fn a_throttled_write_is_retried_after_retry_after() {
     let server = Server::start(|_, number| match number {
         1 => (StatusCode::TOO_MANY_REQUESTS, [(RETRY_AFTER, "1")], ""),
         _ => (StatusCode::CREATED, [(RETRY_AFTER, "0")], "{}"),
@@ -123,7 +123,7 @@ async fn a_throttled_write_is_repeated_when_the_server_asks_for_it() {
 }
 
 #[tokio::test]
-async fn writes_that_wait_to_be_repeated_leave_room_for_others() {
+async fn writes_that_wait_for_a_retry_do_not_block_others() {
     let mut server = Server::start(|method, _| match method {
         Method::GET => (StatusCode::OK, [(RETRY_AFTER, "0")], "{}"),
         _ => (StatusCode::TOO_MANY_REQUESTS, [(RETRY_AFTER, "3600")], ""),
@@ -137,7 +137,7 @@ async fn writes_that_wait_to_be_repeated_leave_room_for_others() {
     }
     let all = server.received.wait_for(|received| *received == LEADER_REQUESTS);
     timeout(DEADLINE, all).await.expect("not all writes were sent").unwrap();
-    timeout(DEADLINE, api.get("a")).await.expect("the waiting writes kept all room").unwrap();
+    timeout(DEADLINE, api.get("a")).await.expect("blocked by waiting writes").unwrap();
 }
 
 #[tokio::test]

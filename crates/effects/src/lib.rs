@@ -1,4 +1,4 @@
-//! Adapters: one for each outside system. Each maps that system's words to ours once.
+//! Adapters: one for each external system. Each maps that system's types and errors to Paddock's.
 
 pub mod aws;
 pub mod cache;
@@ -11,7 +11,7 @@ pub mod watched_file;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks a mutex that never guards half-done work, so a panic elsewhere does not matter.
+/// Locks a mutex and ignores poisoning: no critical section here leaves its data inconsistent.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! What `/metrics` shows.
+//! The metrics of `/metrics`.
 
 use std::sync::{Arc, atomic::AtomicU64};
 
@@ -18,10 +18,10 @@ pub struct DiscardLabel {
     pub reason: &'static str,
 }
 
-/// All from fixed vocabularies: what people send is never part of a label.
+/// All values are from fixed sets; user input is never part of a label.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct WebhookLabel {
-    /// `http`, or `log` for one that was read from GitHub's log of deliveries.
+    /// `http`, or `log` if it was read from GitHub's delivery log.
     pub source: &'static str,
     pub outcome: &'static str,
     pub reason: &'static str,
@@ -36,23 +36,23 @@ pub struct Metrics {
     pub reconcile_errors: Family<ControllerLabel, Counter>,
     /// From the claim's creation to Ready.
     pub claim_seconds: Histogram,
-    /// Messages of the idle pool thrown away, and why.
+    /// Discarded messages of the idle queues, by reason.
     pub discarded_messages: Family<DiscardLabel, Counter>,
-    /// What became of webhooks.
+    /// Webhooks, by outcome.
     pub webhooks: Family<WebhookLabel, Counter>,
-    /// From a webhook's arrival to its answer.
+    /// From a webhook's arrival to its response.
     pub webhook_seconds: Histogram,
 }
 
 impl Default for Metrics {
     fn default() -> Self {
-        // A warm claim takes a tenth of a second, a created one minutes.
+        // A claim takes 0.1 s with a warm instance, minutes with a new one.
         let seconds = [0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0];
         let leading = Gauge::default();
         let (reconciles, reconcile_errors) = (Family::default(), Family::default());
         let claim_seconds = Histogram::new(seconds);
         let (discarded_messages, webhooks) = (Family::default(), Family::default());
-        // One that is ignored takes a fraction of a millisecond, GitHub waits for 10 s.
+        // An ignored webhook takes less than a millisecond; GitHub's timeout is 10 s.
         let webhook_seconds = Histogram::new([0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0]);
 
         let mut registry = Registry::with_prefix("paddock");
@@ -78,7 +78,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// All of them, in the OpenMetrics text format.
+    /// Encodes all metrics in the OpenMetrics text format.
     pub fn text(&self) -> String {
         let mut text = String::new();
         encode(&mut text, &self.registry).expect("writing to a string cannot fail");

@@ -1,4 +1,4 @@
-//! A file of settings that is read again when it changes.
+//! A settings file that is reloaded when it changes.
 
 use std::{
     fs,
@@ -11,10 +11,10 @@ use anyhow::{Context, Result, anyhow};
 
 use crate::lock;
 
-/// How long a changed file is left alone while an older value holds: it may still be being written.
+/// Minimum age of a change before the file is reloaded, because it may still be being written.
 const SETTLE_TIME: Duration = Duration::from_secs(1);
 
-/// While the file is missing, broken or being written, the last good value holds.
+/// Keeps the last valid value while the file is missing, invalid or being written.
 pub struct WatchedFile<T> {
     path: PathBuf,
     parse: fn(&str) -> Result<T>,
@@ -22,14 +22,14 @@ pub struct WatchedFile<T> {
 }
 
 struct State<T> {
-    /// What the file looked like when it was last read.
+    /// The file's version when it was last read.
     version: Option<Version>,
     value: Option<T>,
-    /// Why there is no value yet.
+    /// The error of the last failed load.
     error: Option<String>,
 }
 
-/// When it was written, and its length.
+/// Modification time and length.
 type Version = (SystemTime, u64);
 
 impl<T: Clone> WatchedFile<T> {
@@ -37,7 +37,7 @@ impl<T: Clone> WatchedFile<T> {
         Self { path, parse, state: Mutex::new(State { version: None, value: None, error: None }) }
     }
 
-    /// The value of the file as it is now, or the last good one; an error where there has been none.
+    /// The current value, or the last valid one; an error if there has never been one.
     pub fn read(&self) -> Result<T> {
         let mut state = lock(&self.state);
         let version = fs::metadata(&self.path).and_then(|meta| Ok((meta.modified()?, meta.len()))).ok();
@@ -55,7 +55,7 @@ impl<T: Clone> WatchedFile<T> {
                 Err(error) => {
                     let error = format!("{error:#}");
                     if state.value.is_some() {
-                        tracing::warn!(error, "file not loaded; its last good content holds");
+                        tracing::warn!(error, "file reload failed; keeping the last valid content");
                     }
                     state.error = Some(error);
                 }
@@ -79,7 +79,7 @@ mod tests {
         WatchedFile::new(directory.path().join("file"), number)
     }
 
-    /// Writes the file as if that long ago.
+    /// Writes the file and backdates it.
     fn write(file: &WatchedFile<u32>, text: &str, seconds_ago: u64) {
         fs::write(&file.path, text).unwrap();
         let written = SystemTime::now() - Duration::from_secs(seconds_ago);
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_or_broken_file_has_no_value_and_says_why() {
+    fn a_missing_or_invalid_file_has_no_value_but_an_error() {
         let directory = tempfile::tempdir().unwrap();
         let file = watched(&directory);
         assert!(file.read().unwrap_err().to_string().contains("cannot read"));
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_takes_effect_when_it_is_settled_and_a_broken_one_does_not() {
+    fn a_change_is_loaded_once_settled_and_an_invalid_one_is_ignored() {
         let directory = tempfile::tempdir().unwrap();
         let file = loop {
             let file = watched(&directory);
@@ -107,7 +107,7 @@ mod tests {
             let start = Instant::now();
             write(&file, "2", 0);
             let value = file.read().unwrap();
-            // A thread that did not run until the file had settled has shown nothing: it tries again.
+            // If the thread was delayed until the file had settled, the check is inconclusive: retry.
             if start.elapsed() < SETTLE_TIME {
                 assert_eq!(value, 1, "it was just written");
                 break file;

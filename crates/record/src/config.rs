@@ -2,20 +2,20 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// How often the agent says that it lives. The operator takes an instance for healthy while its last beat is younger
-/// than 15 s, so two beats may be lost before anyone doubts it.
+/// Interval of the agent's heartbeats. The operator considers an instance healthy while its last heartbeat is younger
+/// than 15 s, so two may be lost.
 pub const HEARTBEAT: Duration = Duration::from_secs(5);
 
-/// How often the agent reads its record. A claimer waits 10 s in all for the registration, and each wait for the next
-/// look is on that path; four small reads a second cost an instance less than a cent a day.
+/// Interval at which the agent polls its record. A claim waits at most 10 s for the registration, which includes this
+/// interval; four small reads a second cost an instance less than a cent a day.
 pub const POLL: Duration = Duration::from_millis(250);
 
-/// How far past its threshold an instance ends itself. The operator ends it at the threshold; the agent is the second
-/// line, and must not be the first because of a clock that runs ahead.
+/// How long after its threshold an instance terminates itself. The operator terminates it at the threshold; the slack
+/// keeps an agent whose clock is ahead from acting first.
 pub const EXPIRY_SLACK: Duration = Duration::from_secs(60);
 
-/// What the operator tells an agent at boot, in the instance's user data: anyone on the instance can read it, so it
-/// holds no secret.
+/// The agent's configuration, in the instance's user data. Every process on the instance can read it, so it holds no
+/// secret.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentConfig {
@@ -24,19 +24,19 @@ pub struct AgentConfig {
     pub pool: String,
     /// The DynamoDB table of the cluster.
     pub table: String,
-    /// Where the table is; left out, the instance's own region.
+    /// Region of the table. Default: the instance's own region.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub region: Option<String>,
-    /// Runs once, before the first registration; empty: nothing to run.
+    /// Runs once, before the first registration. Empty: no script.
     #[serde(default)]
     pub pre_runner_script: String,
     /// Runs after each deregistration, before the instance may serve another run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scrub_script: Option<String>,
-    /// The release of the GitHub runner to fetch where the machine image has none.
+    /// Release of the GitHub runner to download if the machine image has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub runner_version: Option<String>,
-    /// How long an instance may go without a record before it is nobody's.
+    /// How long an instance may run without a record before it terminates itself.
     pub created_lifetime_seconds: u64,
     #[serde(default = "heartbeat_seconds")]
     pub heartbeat_seconds: u64,
@@ -53,7 +53,7 @@ const fn poll_milliseconds() -> u64 {
 }
 
 impl AgentConfig {
-    /// The configuration of a pool without scripts, with the usual periods.
+    /// The configuration of a pool without scripts, with the default intervals.
     pub fn new(cluster: &str, pool: &str, created_lifetime: Duration) -> Self {
         Self {
             cluster: cluster.to_owned(),
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_out_has_its_usual_value() {
+    fn omitted_fields_have_their_defaults() {
         let text = r#"{"cluster":"c","pool":"ci/linux","table":"paddock-c","createdLifetimeSeconds":600}"#;
         let read: AgentConfig = serde_json::from_str(text).unwrap();
         assert_eq!(read, AgentConfig::new("c", "ci/linux", Duration::from_secs(600)));

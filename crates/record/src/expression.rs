@@ -1,4 +1,4 @@
-//! A transition as a conditional update of DynamoDB.
+//! Translates a transition into a conditional DynamoDB update.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use crate::{Instance, Transition, attribute as a, entity, key, stamp};
 
 type Item = HashMap<String, AttributeValue>;
 
-/// What `UpdateItem` and the updates of `TransactWriteItems` take.
+/// The parameters of `UpdateItem` and of an update in `TransactWriteItems`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Expression {
     pub key: Item,
@@ -20,8 +20,8 @@ pub struct Expression {
 }
 
 impl Transition {
-    /// The update, and the condition of [`Transition::holds`]. Attributes go by an alias each, because `state` and others
-    /// are reserved words.
+    /// The update, under the condition of [`Transition::holds`]. Every attribute has an alias, because some names, such
+    /// as `state`, are reserved words.
     pub fn expression(&self, now: Timestamp) -> Expression {
         let (mut names, mut values, mut assignments) = (HashMap::new(), Item::new(), Vec::new());
         for (name, value) in self.assigned(self.next()) {
@@ -34,7 +34,7 @@ impl Transition {
             None => condition.push("attribute_not_exists(PK)"),
             Some(seen) => {
                 condition.extend(["#state = :seenState", "#runId = :seenRun"]);
-                // A record without `leaving` reads as one where it is empty.
+                // A missing `leaving` is read as empty.
                 condition.push(match seen.leaving.is_empty() {
                     true => "(attribute_not_exists(#leaving) OR #leaving = :seenLeaving)",
                     false => "#leaving = :seenLeaving",
@@ -42,7 +42,7 @@ impl Transition {
                 let expected =
                     [(":seenState", seen.state.as_str()), (":seenRun", &seen.run_id), (":seenLeaving", &seen.leaving)];
                 values.extend(expected.map(|(name, text)| (name.to_owned(), AttributeValue::S(text.to_owned()))));
-                if self.needs_time() {
+                if self.requires_unexpired() {
                     condition.push("#threshold > :now");
                     values.insert(":now".to_owned(), AttributeValue::S(stamp(now)));
                 }
@@ -57,19 +57,19 @@ impl Transition {
         }
     }
 
-    /// Whether what is stored is what this transition writes. A write that is retried fails because its first try won
-    /// and only the answer was lost.
+    /// Whether the stored record is what this transition writes. The condition of a retried write fails if the first
+    /// attempt succeeded and only its response was lost.
     pub fn is_stored(&self, stored: &Instance) -> bool {
         self.assigned(stored) == self.assigned(self.next())
     }
 
-    /// The attributes that are written, with their values in `instance`: all of a first record, later those that any
-    /// transition may set.
+    /// The attributes to write, with their values in `instance`: all of them for a first record, later only
+    /// [`MUTABLE_ATTRIBUTES`].
     fn assigned(&self, instance: &Instance) -> Vec<(String, AttributeValue)> {
         let mut item = instance.to_item();
         item.retain(|name, _| match self.seen() {
             None => ![a::PK, a::SK].contains(&name.as_str()),
-            Some(_) => CHANGING.contains(&name.as_str()),
+            Some(_) => MUTABLE_ATTRIBUTES.contains(&name.as_str()),
         });
         let mut assigned: Vec<_> = item.into_iter().collect();
         assigned.sort_by(|(left, _), (right, _)| left.cmp(right));
@@ -77,7 +77,8 @@ impl Transition {
     }
 }
 
-const CHANGING: [&str; 10] = [
+/// What transitions of an existing record may set.
+const MUTABLE_ATTRIBUTES: [&str; 10] = [
     a::STATE,
     a::RUN_ID,
     a::THRESHOLD,

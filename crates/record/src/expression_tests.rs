@@ -8,7 +8,7 @@ use crate::{
     },
 };
 
-/// What DynamoDB makes of the few forms of condition that are used here.
+/// Evaluates the subset of DynamoDB conditions that is used here.
 fn evaluate(condition: &str, expression: &Expression, item: &Item) -> bool {
     if let Some((left, right)) = condition.split_once(" AND ") {
         return evaluate(left, expression, item) && evaluate(right, expression, item);
@@ -26,11 +26,11 @@ fn evaluate(condition: &str, expression: &Expression, item: &Item) -> bool {
     match sign {
         "=" => left == right,
         ">" => left > right,
-        other => panic!("{other} is no comparison"),
+        other => panic!("unknown comparison {other}"),
     }
 }
 
-/// The item after the update, which may only say `SET`.
+/// The item after the update, which consists of `SET` only.
 fn updated(expression: &Expression, item: &Item) -> Item {
     let mut item = item.clone();
     item.extend(expression.key.clone());
@@ -50,12 +50,12 @@ fn all() -> impl Iterator<Item = Transition> {
 }
 
 #[test]
-fn the_condition_means_what_holds_says() {
-    let up = instance(State::Idle).threshold.unwrap();
+fn the_condition_agrees_with_holds() {
+    let expiry = instance(State::Idle).threshold.unwrap();
     let stored: Vec<_> = records().into_iter().map(Some).chain([None]).collect();
     let mut held = 0;
     for made in all() {
-        for now in [now(), up] {
+        for now in [now(), expiry] {
             let expression = made.expression(now);
             for stored in &stored {
                 let item = stored.as_ref().map(Instance::to_item).unwrap_or_default();
@@ -69,7 +69,7 @@ fn the_condition_means_what_holds_says() {
 }
 
 #[test]
-fn the_update_writes_what_shall_be() {
+fn the_update_writes_the_next_record() {
     for made in all() {
         let before = made.seen().map(Instance::to_item).unwrap_or_default();
         assert_eq!(updated(&made.expression(now()), &before), made.next().to_item());
@@ -77,7 +77,7 @@ fn the_update_writes_what_shall_be() {
 }
 
 #[test]
-fn every_name_and_value_is_used_as_dynamodb_asks() {
+fn every_name_and_value_is_used_as_dynamodb_requires() {
     for made in all() {
         let Expression { update, condition, names, values, .. } = made.expression(now());
         let text = format!("{update} {condition} ");
@@ -92,7 +92,7 @@ fn every_name_and_value_is_used_as_dynamodb_asks() {
 }
 
 #[test]
-fn a_record_without_leaving_is_one_where_it_is_empty() {
+fn a_missing_leaving_is_treated_as_empty() {
     let seen = Instance { leaving: String::new(), ..instance(State::Idle) };
     let mut item = seen.to_item();
     item.remove(a::LEAVING);
@@ -101,7 +101,7 @@ fn a_record_without_leaving_is_one_where_it_is_empty() {
 }
 
 #[test]
-fn a_write_that_was_tried_before_is_known_by_what_is_stored() {
+fn a_retried_write_is_recognized_in_the_stored_record() {
     for made in all() {
         let stored = Instance::from_item(&made.next().to_item()).unwrap();
         assert!(made.is_stored(&stored));

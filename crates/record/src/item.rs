@@ -7,7 +7,7 @@ use crate::{PublicKey, Signal, State, entity, instant, stamp};
 
 type Item = HashMap<String, AttributeValue>;
 
-/// Attribute names, where a condition or a projection has to spell one.
+/// Attribute names.
 pub mod attribute {
     pub const PK: &str = "PK";
     pub const SK: &str = "SK";
@@ -39,7 +39,7 @@ pub mod attribute {
 }
 use attribute as a;
 
-/// The primary key of one entity's record.
+/// The primary key of an entity's record.
 pub fn key(entity: &str, id: &str) -> Item {
     Item::from([
         (a::PK.into(), AttributeValue::S(format!("TYPE#{entity}"))),
@@ -47,7 +47,7 @@ pub fn key(entity: &str, id: &str) -> Item {
     ])
 }
 
-/// A record that does not read as what it should be.
+/// A record with a missing or invalid attribute.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("attribute {attribute} of {id} is {found}")]
 pub struct ItemError {
@@ -56,20 +56,20 @@ pub struct ItemError {
     pub found: String,
 }
 
-/// The operator's record of one instance. Outside this crate it is read from the table or comes from a transition.
+/// The operator's record of one instance. Other crates get it from the table or from a transition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Instance {
     pub instance_id: String,
     pub state: State,
-    /// The run that owns the instance; empty when none does.
+    /// The run that owns the instance; empty if none does.
     pub run_id: String,
-    /// When the instance's time in this state is up; none once it is terminated.
+    /// When the instance's time in this state expires; none once it is terminated.
     pub threshold: Option<Timestamp>,
     pub updated_at: Timestamp,
     /// `namespace/name` of the RunnerPool.
     pub pool: String,
-    /// Name of the RunnerClaim, in the pool's namespace; empty when none holds the instance.
+    /// Name of the RunnerClaim, in the pool's namespace; empty if none holds the instance.
     pub claim: String,
     pub resource_class: String,
     pub instance_type: String,
@@ -81,20 +81,20 @@ pub struct Instance {
     pub mem: u32,
     /// Where the runner registers, such as `https://github.com/acme`.
     pub github_url: String,
-    /// The registration or removal token of the run at hand, sealed to the instance's public key.
+    /// The current run's registration or removal token, sealed to the instance's public key.
     pub sealed: String,
-    /// The run that the instance still has to deregister from before it may be claimed again; mostly empty.
+    /// The run that the instance must deregister from before it can be claimed again; usually empty.
     pub leaving: String,
-    /// The run it was created for; empty when it was created to be kept warm.
+    /// The run it was created for; empty if it was created as a warm instance.
     pub initial_run_id: String,
-    /// How many claims it has been given to.
+    /// How many claims it has been assigned to.
     pub claims: u32,
-    /// Why it was given up, in one word and for a person; empty while it lives.
+    /// Why it was terminated, as a reason and as a message; empty before that.
     pub failure_reason: String,
     pub failure_message: String,
 }
 
-/// The agent's sign of life.
+/// The agent's heartbeat, with its public key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Heartbeat {
     pub instance_id: String,
@@ -102,20 +102,20 @@ pub struct Heartbeat {
     pub public_key: Option<PublicKey>,
 }
 
-/// What the agent has last done, and for which run.
+/// The agent's last result, and the run it is for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerSignal {
     pub instance_id: String,
     pub signal: Signal,
     pub run_id: String,
     pub updated_at: Timestamp,
-    /// Of a failure: what failed where the signal does not tell, such as [`SCRUB`]; else empty.
+    /// What failed, if the signal does not show it, such as [`SCRUB`]; otherwise empty.
     pub reason: String,
-    /// Of a failure: why, for a person; else empty.
+    /// The error message of a failure; otherwise empty.
     pub detail: String,
 }
 
-/// The reason of a machine that could not be scrubbed after its run.
+/// The reason if the machine could not be scrubbed after its run.
 pub const SCRUB: &str = "scrub";
 
 impl Instance {
@@ -148,11 +148,11 @@ impl Instance {
         item
     }
 
-    /// Reads a record. Only what the state machine stands on must be there; descriptive attributes may be missing,
-    /// because a record must never become invisible to the sweep that ends its instance.
+    /// Parses a record. Only the state and its threshold are required, because the sweep must find every record to
+    /// terminate its instance.
     pub fn from_item(item: &Item) -> Result<Self, ItemError> {
         let read = Reader::new(item);
-        let state = read.word(a::STATE)?;
+        let state = read.parsed(a::STATE)?;
         Ok(Self {
             state,
             run_id: read.text(a::RUN_ID),
@@ -221,11 +221,11 @@ impl WorkerSignal {
 
     pub fn from_item(item: &Item) -> Result<Self, ItemError> {
         let outer = Reader::new(item);
-        let nothing = Item::new();
-        let value = item.get(a::VALUE).and_then(|value| value.as_m().ok()).unwrap_or(&nothing);
+        let empty = Item::new();
+        let value = item.get(a::VALUE).and_then(|value| value.as_m().ok()).unwrap_or(&empty);
         let inner = Reader { id: outer.id.clone(), item: value };
         Ok(Self {
-            signal: inner.word(a::SIGNAL)?,
+            signal: inner.parsed(a::SIGNAL)?,
             run_id: inner.text(a::RUN_ID),
             reason: inner.text(a::REASON),
             detail: inner.text(a::DETAIL),
@@ -254,15 +254,15 @@ impl<'a> Reader<'a> {
         self.item.get(name).and_then(|value| value.as_n().ok()).and_then(|text| text.parse().ok()).unwrap_or_default()
     }
 
-    fn word<W: std::str::FromStr>(&self, name: &'static str) -> Result<W, ItemError> {
-        self.text(name).parse().map_err(|_| self.wrong(name))
+    fn parsed<T: std::str::FromStr>(&self, name: &'static str) -> Result<T, ItemError> {
+        self.text(name).parse().map_err(|_| self.invalid(name))
     }
 
     fn time(&self, name: &'static str) -> Result<Timestamp, ItemError> {
-        instant(&self.text(name)).ok_or_else(|| self.wrong(name))
+        instant(&self.text(name)).ok_or_else(|| self.invalid(name))
     }
 
-    fn wrong(&self, attribute: &'static str) -> ItemError {
+    fn invalid(&self, attribute: &'static str) -> ItemError {
         let found = self.item.get(attribute).map_or("missing".to_owned(), |value| format!("{value:?}"));
         ItemError { id: self.id.clone(), attribute, found }
     }
@@ -300,7 +300,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn records_read_back_as_what_they_were_written_from() {
+    fn records_survive_a_round_trip() {
         for state in State::ALL {
             assert_eq!(Instance::from_item(&instance(*state).to_item()), Ok(instance(*state)));
         }
@@ -315,7 +315,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_record_with_only_its_state_and_threshold_is_still_seen() {
+    fn a_record_with_only_its_state_and_threshold_is_parsed() {
         let mut item = instance(State::Idle).to_item();
         item.retain(|name, _| [a::PK, a::SK, a::STATE, a::THRESHOLD].contains(&name.as_str()));
         let read = Instance::from_item(&item).unwrap();
@@ -323,7 +323,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_record_with_a_wrong_state_or_threshold_says_which() {
+    fn an_invalid_state_or_threshold_is_named_in_the_error() {
         let mut item = instance(State::Idle).to_item();
         item.insert(a::THRESHOLD.into(), AttributeValue::S("never".into()));
         let error = Instance::from_item(&item).unwrap_err();

@@ -3,7 +3,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::instant;
 
-/// One idle instance, as it lies in the queue of its resource class.
+/// One idle instance, as a message in the queue of its resource class.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct IdleMessage {
@@ -15,23 +15,23 @@ pub struct IdleMessage {
     /// Memory in MiB.
     pub mem: u32,
     pub resource_class: String,
-    /// When the instance stops being idle by itself, and the message with it.
+    /// When the idle instance, and with it the message, expires.
     pub threshold: String,
 }
 
-/// Why a message is thrown away instead of being offered or put back.
+/// Why a message is discarded instead of used or returned to the queue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Discard {
     Malformed(String),
     Expired,
-    /// Its instance is not idle any more.
+    /// Its instance is no longer idle.
     Taken,
-    /// Its instance is not of this pool, or of nobody's.
+    /// Its instance belongs to another pool or to none.
     Foreign,
 }
 
 impl Discard {
-    /// One word for metrics.
+    /// The label value for metrics.
     pub const fn reason(&self) -> &'static str {
         match self {
             Self::Malformed(_) => "malformed",
@@ -43,7 +43,7 @@ impl Discard {
 }
 
 impl IdleMessage {
-    /// Reads a message that is still worth something at `now`.
+    /// Parses a message that has not expired at `now`.
     pub fn read(body: &str, now: Timestamp) -> Result<Self, Discard> {
         let message: Self = serde_json::from_str(body).map_err(|error| Discard::Malformed(error.to_string()))?;
         match instant(&message.threshold) {
@@ -66,7 +66,7 @@ mod tests {
         "mem":4096,"resourceClass":"medium","threshold":"2025-05-31T12:20:00Z"}"#;
 
     #[test]
-    fn a_message_lives_until_its_threshold() {
+    fn a_message_is_valid_until_its_threshold() {
         let before = "2025-05-31T12:19:59Z".parse().unwrap();
         let message = IdleMessage::read(SEED, before).unwrap();
         assert_eq!((message.instance_id.as_str(), message.mem), ("i-12345678", 4096));
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_malformed() {
+    fn an_unreadable_message_is_malformed() {
         let now = Timestamp::UNIX_EPOCH;
         for body in ["", "{", "[]", r#"{"instanceId":"i-1"}"#, &SEED.replace("2025-05-31T12:20:00Z", "soon")] {
             assert!(matches!(IdleMessage::read(body, now), Err(Discard::Malformed(_))), "{body}");

@@ -1,16 +1,16 @@
 use base64::{Engine, prelude::BASE64_STANDARD};
 use crypto_box::{SecretKey, aead::OsRng};
 
-/// The key to which the operator seals what only one instance may read: all instances can read the table.
+/// The key to which the operator seals an instance's tokens, because every instance can read the table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PublicKey(crypto_box::PublicKey);
 
-/// The agent's own key pair; the secret half never leaves the instance.
+/// The agent's key pair; the secret key never leaves the instance.
 pub struct KeyPair(SecretKey);
 
 #[derive(Debug, PartialEq, Eq)]
 pub enum SealError {
-    /// Not a key, or not a sealed text, in base64.
+    /// Not a key or a sealed text in base64.
     Malformed,
     /// Sealed to another instance's key.
     NotForUs,

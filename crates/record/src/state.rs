@@ -2,21 +2,22 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-/// A word that no state or signal has.
+/// A text that is no state or signal.
 #[derive(Debug, PartialEq, Eq)]
-pub struct UnknownWord(pub String);
+pub struct UnknownValue(pub String);
 
-macro_rules! words {
-    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal),+ $(,)? }) => {
+/// An enum whose variants have fixed texts, for serde, `Display` and `FromStr`.
+macro_rules! string_enum {
+    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $text:literal),+ $(,)? }) => {
         $(#[$doc])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-        pub enum $name { $($(#[$variant_doc])* #[serde(rename = $word)] $variant),+ }
+        pub enum $name { $($(#[$variant_doc])* #[serde(rename = $text)] $variant),+ }
 
         impl $name {
             pub const ALL: &[Self] = &[$(Self::$variant),+];
 
             pub const fn as_str(self) -> &'static str {
-                match self { $(Self::$variant => $word),+ }
+                match self { $(Self::$variant => $text),+ }
             }
         }
 
@@ -27,32 +28,32 @@ macro_rules! words {
         }
 
         impl FromStr for $name {
-            type Err = UnknownWord;
-            fn from_str(text: &str) -> Result<Self, UnknownWord> {
-                Self::ALL.iter().copied().find(|word| word.as_str() == text).ok_or_else(|| UnknownWord(text.to_owned()))
+            type Err = UnknownValue;
+            fn from_str(text: &str) -> Result<Self, UnknownValue> {
+                Self::ALL.iter().copied().find(|it| it.as_str() == text).ok_or_else(|| UnknownValue(text.to_owned()))
             }
         }
     };
 }
 
-words! {
-    /// Where an instance stands.
+string_enum! {
+    /// The state of an instance.
     State {
-        /// Launched; its scripts and first registration are still to come.
+        /// Launched; scripts and first registration are pending.
         Created = "created",
-        /// Works for the run whose id it carries.
+        /// Serves the run in its `run_id`.
         Running = "running",
-        /// Healthy, belongs to nobody, waits in the pool.
+        /// Healthy, without a claim, available in the pool.
         Idle = "idle",
-        /// Reserved for a run, proving that it can serve it.
+        /// Reserved for a run; its runner is not registered yet.
         Claimed = "claimed",
-        /// Given up; the machine is, or is about to be, gone.
+        /// Final; EC2 has terminated the machine or is about to.
         Terminated = "terminated",
     }
 }
 
-words! {
-    /// What the agent has last done.
+string_enum! {
+    /// The agent's last result.
     Signal {
         ScriptOk = "UD_OK",
         ScriptFailed = "UD_FAILED",
@@ -64,7 +65,7 @@ words! {
 }
 
 impl State {
-    /// Whether an instance may go from this state to `next`. Nothing else is possible.
+    /// Whether the state machine has a transition from this state to `next`.
     pub const fn may_become(self, next: Self) -> bool {
         use State::*;
         match (self, next) {
@@ -84,14 +85,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_read_back_as_what_they_were_written_from() {
+    fn texts_parse_back_to_their_values() {
         for state in State::ALL {
             assert_eq!(state.to_string().parse(), Ok(*state));
         }
         for signal in Signal::ALL {
             assert_eq!(signal.to_string().parse(), Ok(*signal));
         }
-        assert_eq!("Idle".parse::<State>(), Err(UnknownWord("Idle".into())));
+        assert_eq!("Idle".parse::<State>(), Err(UnknownValue("Idle".into())));
     }
 
     #[test]

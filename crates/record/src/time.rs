@@ -1,12 +1,12 @@
 use jiff::Timestamp;
 
-/// ISO-8601 UTC with milliseconds, always: texts of one width compare as the times they stand for, which is what a
-/// DynamoDB condition such as `threshold > :now` does with them.
+/// Formats a time as ISO-8601 UTC with milliseconds. The fixed width makes the texts sort like the times, as DynamoDB
+/// conditions such as `threshold > :now` require.
 pub fn stamp(time: Timestamp) -> String {
     time.strftime("%Y-%m-%dT%H:%M:%S%.3fZ").to_string()
 }
 
-/// Reads any ISO-8601 time with an offset, whoever wrote it.
+/// Parses any ISO-8601 time with an offset.
 pub fn instant(text: &str) -> Option<Timestamp> {
     text.parse().ok()
 }
@@ -16,7 +16,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stamps_compare_as_text_like_the_times_they_stand_for() {
+    fn stamps_sort_like_their_times() {
         let times = [0, 1, 999, 1_000, 1_001, 60_000, 1_748_693_999_999, 1_748_694_000_000];
         let texts: Vec<_> = times.iter().map(|ms| stamp(Timestamp::from_millisecond(*ms).unwrap())).collect();
         assert!(texts.is_sorted(), "{texts:?}");
@@ -27,7 +27,7 @@ mod tests {
     }
 
     #[test]
-    fn times_without_a_fraction_are_read_too() {
+    fn times_without_a_fraction_are_parsed() {
         assert_eq!(instant("2025-05-31T12:20:00Z").map(stamp).as_deref(), Some("2025-05-31T12:20:00.000Z"));
         assert_eq!(instant("yesterday"), None);
     }

@@ -1,20 +1,20 @@
-//! Every change of an instance's record, and the condition under which it may be stored.
+//! Every transition of an instance's record, and the condition under which it may be stored.
 //!
-//! Each function takes what was seen and gives nothing where its guard fails. `sealed` is a token sealed to the
-//! instance's key: none while that key is unknown. `threshold` ends the instance's time in the state it enters.
+//! Each function takes the record as last seen and returns `None` if its guard fails. `sealed` is a token sealed to the
+//! instance's key, `None` while that key is unknown. `threshold` is when the instance's time in the new state expires.
 
 use jiff::Timestamp;
 
 use crate::{Instance, State};
 
-/// A change from what was seen to what shall be. Only the functions of this module make one.
+/// A change from the record as last seen to the next one. Only the functions of this module create one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Transition {
     seen: Option<Instance>,
     next: Instance,
 }
 
-/// The claim that an instance works for.
+/// The claim that an instance serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClaimRef<'a> {
     pub name: &'a str,
@@ -22,7 +22,7 @@ pub struct ClaimRef<'a> {
     pub run: &'a str,
 }
 
-/// What stays the same from an instance's launch to its end.
+/// The attributes that never change after the launch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
     pub instance_id: String,
@@ -41,7 +41,7 @@ pub struct Identity {
 }
 
 impl Transition {
-    /// What the change starts from; none for the first record of an instance.
+    /// The record that the change starts from; none for the first record of an instance.
     pub fn seen(&self) -> Option<&Instance> {
         self.seen.as_ref()
     }
@@ -50,30 +50,30 @@ impl Transition {
         &self.next
     }
 
-    /// Whether the change may be stored over what is stored at `now`. The state, the run and `leaving` must be what was
-    /// seen, because any two changes that could undo each other differ in one of these.
+    /// Whether the change may replace the stored record at `now`. State, run and `leaving` must be as last seen,
+    /// because any two conflicting changes differ in one of these.
     pub fn holds(&self, stored: Option<&Instance>, now: Timestamp) -> bool {
         match (&self.seen, stored) {
             (None, stored) => stored.is_none(),
             (Some(_), None) => false,
             (Some(seen), Some(stored)) => {
-                let in_time = stored.threshold.is_some_and(|threshold| threshold > now);
+                let unexpired = stored.threshold.is_some_and(|threshold| threshold > now);
                 let same = |of: fn(&Instance) -> &str| of(stored) == of(seen);
                 stored.state == seen.state
                     && same(|instance| &instance.run_id)
                     && same(|instance| &instance.leaving)
-                    && (in_time || !self.needs_time())
+                    && (unexpired || !self.requires_unexpired())
             }
         }
     }
 
-    /// An instance whose time is up can only be terminated.
-    pub(crate) fn needs_time(&self) -> bool {
+    /// An expired instance can only be terminated.
+    pub(crate) fn requires_unexpired(&self) -> bool {
         self.next.state != State::Terminated
     }
 }
 
-/// EC2 launched it: for a claim, or to be kept warm. `stored` is its record, which it must not have yet.
+/// EC2 launched the instance, for a claim or as a warm instance. It must not have a record (`stored`) yet.
 pub fn launch(
     stored: Option<&Instance>,
     identity: Identity,
@@ -107,13 +107,13 @@ pub fn launch(
     stored.is_none().then_some(Transition { seen: None, next })
 }
 
-/// Its agent has a key by now, and gets the token to register with. Its timeout counts on from its last move.
+/// The agent has published its key and gets its registration token. The threshold stays the same.
 pub fn seal(seen: &Instance, sealed: Option<String>) -> Option<Transition> {
     let guard = matches!(seen.state, State::Created | State::Claimed);
     change(guard, seen, Instance { sealed: sealed?, ..seen.clone() })
 }
 
-/// A claim takes it from the pool. One that has yet to leave its last run would be registered for two.
+/// A claim takes the instance from the pool. It must have left its last run, or it would be registered for two.
 pub fn claim(
     seen: &Instance,
     claim: ClaimRef,
@@ -127,18 +127,18 @@ pub fn claim(
         run_id: claim.run.to_owned(),
         sealed: sealed?,
         claims: seen.claims + 1,
-        ..moved(seen, State::Claimed, threshold, now)
+        ..with_state(seen, State::Claimed, threshold, now)
     };
     change(guard, seen, next)
 }
 
-/// Its runner is registered for its run.
+/// The runner is registered for its run.
 pub fn start(seen: &Instance, threshold: Timestamp, now: Timestamp) -> Option<Transition> {
     let guard = matches!(seen.state, State::Created | State::Claimed) && !seen.run_id.is_empty();
-    change(guard, seen, Instance { sealed: String::new(), ..moved(seen, State::Running, threshold, now) })
+    change(guard, seen, Instance { sealed: String::new(), ..with_state(seen, State::Running, threshold, now) })
 }
 
-/// Its claim gives it back, with a token to deregister with. It is offered after it has left its run: see [`pool`].
+/// The claim releases the instance, with a token to deregister. It is claimable once it has left its run: see [`pool`].
 pub fn release(seen: &Instance, sealed: Option<String>, threshold: Timestamp, now: Timestamp) -> Option<Transition> {
     let guard = matches!(seen.state, State::Running | State::Claimed) && !seen.run_id.is_empty();
     let next = Instance {
@@ -146,37 +146,37 @@ pub fn release(seen: &Instance, sealed: Option<String>, threshold: Timestamp, no
         run_id: String::new(),
         leaving: seen.run_id.clone(),
         sealed: sealed?,
-        ..moved(seen, State::Idle, threshold, now)
+        ..with_state(seen, State::Idle, threshold, now)
     };
     change(guard, seen, next)
 }
 
-/// A machine to be kept warm has come up. [`make_idle`] follows: there is no way from created to idle.
+/// A warm instance has booted. [`make_idle`] follows, because no transition leads from created to idle.
 pub fn warm_up(seen: &Instance, threshold: Timestamp, now: Timestamp) -> Option<Transition> {
     let guard = seen.state == State::Created && seen.run_id.is_empty();
-    change(guard, seen, moved(seen, State::Running, threshold, now))
+    change(guard, seen, with_state(seen, State::Running, threshold, now))
 }
 
-/// A machine to be kept warm enters the pool.
+/// A warm instance enters the pool.
 pub fn make_idle(seen: &Instance, threshold: Timestamp, now: Timestamp) -> Option<Transition> {
     let guard = seen.state == State::Running && seen.run_id.is_empty();
-    change(guard, seen, moved(seen, State::Idle, threshold, now))
+    change(guard, seen, with_state(seen, State::Idle, threshold, now))
 }
 
-/// It is kept warm for another idle time.
+/// The instance is kept warm for another idle period.
 pub fn renew(seen: &Instance, threshold: Timestamp, now: Timestamp) -> Option<Transition> {
     let guard = seen.state == State::Idle && seen.leaving.is_empty();
-    change(guard, seen, moved(seen, State::Idle, threshold, now))
+    change(guard, seen, with_state(seen, State::Idle, threshold, now))
 }
 
-/// It has left its last run and its message is sent: it can be claimed. The message comes first, because a crash in
-/// between then sends it twice instead of never.
+/// The instance has left its last run and its message is sent, so it can be claimed. The message is sent first: after a
+/// crash in between it is sent twice instead of never.
 pub fn pool(seen: &Instance) -> Option<Transition> {
     let guard = seen.state == State::Idle && !seen.leaving.is_empty();
     change(guard, seen, Instance { leaving: String::new(), sealed: String::new(), ..seen.clone() })
 }
 
-/// It is given up. `leaving` names the run it may still be registered for, until [`runner_gone`].
+/// The instance is terminated. `leaving` is the run it may still be registered for, until [`runner_gone`].
 pub fn terminate(seen: &Instance, reason: &str, message: &str, now: Timestamp) -> Option<Transition> {
     let last_run = if seen.run_id.is_empty() { &seen.leaving } else { &seen.run_id };
     let next = Instance {
@@ -193,14 +193,14 @@ pub fn terminate(seen: &Instance, reason: &str, message: &str, now: Timestamp) -
     change(seen.state != State::Terminated, seen, next)
 }
 
-/// GitHub has no runner of a terminated instance any more.
+/// GitHub no longer has a runner of the terminated instance.
 pub fn runner_gone(seen: &Instance) -> Option<Transition> {
     let guard = seen.state == State::Terminated && !seen.leaving.is_empty();
     change(guard, seen, Instance { leaving: String::new(), ..seen.clone() })
 }
 
-/// What was seen, in a state whose time begins now.
-fn moved(seen: &Instance, state: State, threshold: Timestamp, now: Timestamp) -> Instance {
+/// The record with a new state and threshold.
+fn with_state(seen: &Instance, state: State, threshold: Timestamp, now: Timestamp) -> Instance {
     Instance { state, threshold: Some(threshold), updated_at: now, ..seen.clone() }
 }
 

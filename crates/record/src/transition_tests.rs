@@ -5,7 +5,7 @@ use crate::item::tests::instance;
 
 pub(crate) const CLAIM: ClaimRef = ClaimRef { name: "build-8000", uid: "8f1c", run: "8000" };
 
-/// The time of the tests: after the last move of [`instance`] and before its threshold.
+/// The time of the tests: after the last update of [`instance`] and before its threshold.
 pub(crate) fn now() -> Timestamp {
     "2025-05-31T11:55:00Z".parse().unwrap()
 }
@@ -31,7 +31,7 @@ pub(crate) fn identity() -> Identity {
 
 type Function = fn(&Instance) -> Option<Transition>;
 
-/// Every function that starts from a record, with the key of the instance known.
+/// Every function that starts from a record, with a known key.
 pub(crate) const FUNCTIONS: [(&str, Function); 10] = [
     ("seal", |seen| seal(seen, Some("new".into()))),
     ("claim", |seen| claim(seen, CLAIM, Some("new".into()), threshold(), now())),
@@ -41,11 +41,11 @@ pub(crate) const FUNCTIONS: [(&str, Function); 10] = [
     ("make_idle", |seen| make_idle(seen, threshold(), now())),
     ("renew", |seen| renew(seen, threshold(), now())),
     ("pool", pool),
-    ("terminate", |seen| terminate(seen, "threshold_passed", "its time was up", now())),
+    ("terminate", |seen| terminate(seen, "threshold_passed", "it expired", now())),
     ("runner_gone", runner_gone),
 ];
 
-/// A record in every state, with and without a run and a run to leave.
+/// A record in every state, with and without `run_id` and `leaving`.
 pub(crate) fn records() -> Vec<Instance> {
     let mut records = Vec::new();
     for state in State::ALL {
@@ -56,8 +56,8 @@ pub(crate) fn records() -> Vec<Instance> {
     records
 }
 
-/// Where a change leads, from which states, and whether it asks for a run (`R`: one, `r`: none) and for a run to leave
-/// (`L`, `l`).
+/// The table has the states that a function starts from, the state it leads to, and its guards: `R` and `r` require a
+/// `run_id` that is set or empty, `L` and `l` the same for `leaving`.
 #[test]
 fn each_function_starts_where_the_table_says_and_nowhere_else() {
     use State::*;
@@ -82,7 +82,7 @@ fn each_function_starts_where_the_table_says_and_nowhere_else() {
                 'r' => !run,
                 'L' => leaving,
                 'l' => !leaving,
-                other => panic!("{other} is no guard"),
+                other => panic!("unknown guard {other}"),
             });
             let made = function(&seen);
             assert_eq!(made.is_some(), from.contains(&seen.state) && guarded, "{name} {seen:?}");
@@ -114,7 +114,7 @@ fn each_function_sets_what_the_table_says_and_keeps_the_rest() {
     ];
     for ((name, function), (row, from, sets)) in FUNCTIONS.into_iter().zip(table) {
         assert_eq!(name, row);
-        // The last of them have a run and one to leave wherever they may.
+        // The last records have a run and `leaving` set, unless the guard forbids it.
         let made = records().into_iter().rev().filter(|seen| seen.state == from).find_map(|seen| function(&seen));
         let made = made.unwrap_or_else(|| panic!("{name} starts from {from}"));
         let (before, after) = (made.seen().unwrap().to_item(), made.next().to_item());
@@ -124,7 +124,7 @@ fn each_function_sets_what_the_table_says_and_keeps_the_rest() {
 }
 
 #[test]
-fn a_launch_is_for_a_claim_or_to_be_kept_warm() {
+fn a_launch_is_for_a_claim_or_warm() {
     let launched = |claim| launch(None, identity(), claim, threshold(), now()).unwrap();
     let for_claim = launched(Some(CLAIM));
     let expected = Instance {
@@ -144,11 +144,11 @@ fn a_launch_is_for_a_claim_or_to_be_kept_warm() {
     let none = String::new;
     let warm = Instance { run_id: none(), initial_run_id: none(), claim: none(), claims: 0, ..expected };
     assert_eq!(launched(None).next(), &warm);
-    assert_eq!(launch(Some(&warm), identity(), None, threshold(), now()), None, "it has a record");
+    assert_eq!(launch(Some(&warm), identity(), None, threshold(), now()), None, "it already has a record");
 }
 
 #[test]
-fn without_a_key_there_is_no_token_and_so_no_change_that_brings_one() {
+fn without_a_key_no_change_carries_a_token() {
     for seen in records() {
         let made = [
             seal(&seen, None),
@@ -160,7 +160,7 @@ fn without_a_key_there_is_no_token_and_so_no_change_that_brings_one() {
 }
 
 #[test]
-fn a_claim_and_its_release_bring_what_agents_act_on() {
+fn a_claim_and_its_release_set_what_agents_act_on() {
     let free = Instance { run_id: String::new(), leaving: String::new(), ..instance(State::Idle) };
     let claimed = claim(&free, CLAIM, Some("new".into()), threshold(), now()).unwrap();
     let next = claimed.next();
@@ -177,10 +177,10 @@ fn a_claim_and_its_release_bring_what_agents_act_on() {
 }
 
 #[test]
-fn the_end_remembers_the_last_run_until_its_runner_is_gone() {
+fn a_terminated_record_keeps_its_last_run_until_the_runner_is_gone() {
     let end = |run_id: &str, leaving: &str| {
         let seen = Instance { run_id: run_id.into(), leaving: leaving.into(), ..instance(State::Idle) };
-        terminate(&seen, "threshold_passed", "its time was up", now()).unwrap().next().clone()
+        terminate(&seen, "threshold_passed", "it expired", now()).unwrap().next().clone()
     };
     for (run_id, leaving, last) in [("", "", ""), ("7890", "", "7890"), ("", "7889", "7889"), ("7890", "7889", "7890")]
     {
@@ -188,11 +188,8 @@ fn the_end_remembers_the_last_run_until_its_runner_is_gone() {
     }
     let ended = end("7890", "");
     assert_eq!((ended.threshold, ended.run_id.as_str(), ended.sealed.as_str()), (None, "", ""));
-    assert_eq!(
-        (ended.failure_reason.as_str(), ended.failure_message.as_str()),
-        ("threshold_passed", "its time was up")
-    );
-    assert_eq!(ended.claim, "build-7890", "its claim says why it failed");
+    assert_eq!((ended.failure_reason.as_str(), ended.failure_message.as_str()), ("threshold_passed", "it expired"));
+    assert_eq!(ended.claim, "build-7890", "the claim reports the failure");
     assert_eq!(runner_gone(&ended).unwrap().next(), &Instance { leaving: String::new(), ..ended });
 }
 
@@ -207,9 +204,9 @@ fn i1_a_change_is_stored_only_over_what_it_was_made_from() {
                 let same = (stored.state, &stored.run_id, &stored.leaving) == (seen.state, &seen.run_id, &seen.leaving);
                 assert_eq!(made.holds(Some(&stored), now()), same, "{name} {stored:?}");
             }
-            let up = instance(State::Idle).threshold.unwrap();
+            let expiry = instance(State::Idle).threshold.unwrap();
             let ends = ["terminate", "runner_gone"].contains(&name);
-            assert_eq!(made.holds(Some(seen), up), ends, "{name} at its threshold");
+            assert_eq!(made.holds(Some(seen), expiry), ends, "{name} at its threshold");
         }
     }
     let first = launch(None, identity(), None, threshold(), now()).unwrap();

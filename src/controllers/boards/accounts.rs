@@ -1,4 +1,4 @@
-//! Where runners are registered, and in whose name.
+//! Where runners are registered, and with which credentials.
 
 use std::time::Duration;
 
@@ -12,12 +12,12 @@ use paddock_effects::github::{
     credentials::{Credentials, CredentialsError},
 };
 
-use super::{BoardContext, LOOK_AGAIN};
+use super::{BoardContext, RESYNC_PERIOD};
 
-/// How soon a call that went wrong by chance is tried again.
-const SOON: Duration = Duration::from_secs(2);
+/// How soon a call is retried after a transient failure.
+const TRANSIENT_RETRY: Duration = Duration::from_secs(2);
 
-/// A place that GitHub lists runners of, and the Secret to ask with.
+/// A scope and group that GitHub lists runners for, and the Secret to authenticate with.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RunnerScope {
     pub namespace: String,
@@ -49,7 +49,7 @@ pub struct Account {
     pub scope: Scope,
 }
 
-/// Why a runner cannot be spoken of with GitHub.
+/// Why GitHub cannot be called about a runner.
 #[derive(Debug, thiserror::Error)]
 pub enum AccountError {
     #[error(transparent)]
@@ -61,7 +61,7 @@ pub enum AccountError {
 }
 
 impl AccountError {
-    /// When it makes sense to try again.
+    /// How long to wait before a retry.
     pub fn retry(&self) -> Duration {
         match self {
             Self::GitHub(GitHubError::RateLimited { until }) => {
@@ -69,9 +69,9 @@ impl AccountError {
                 wait.unsigned_abs().min(Duration::from_secs(600))
             }
             Self::GitHub(GitHubError::NoAnswer(pause)) => *pause + Duration::from_secs(1),
-            Self::GitHub(GitHubError::Unavailable(_) | GitHubError::NameTaken) => SOON,
+            Self::GitHub(GitHubError::Unavailable(_) | GitHubError::NameTaken) => TRANSIENT_RETRY,
             Self::GitHub(GitHubError::Busy) => Duration::from_secs(60),
-            Self::NoRepository(_) | Self::Credentials(_) | Self::GitHub(_) => LOOK_AGAIN,
+            Self::NoRepository(_) | Self::Credentials(_) | Self::GitHub(_) => RESYNC_PERIOD,
         }
     }
 
@@ -85,19 +85,23 @@ impl AccountError {
 }
 
 impl BoardContext {
-    /// In whose name, and where, a worker's runner is registered.
+    /// The credentials and the scope that a worker's runner is registered with.
     pub async fn account(
         &self,
         namespace: &str,
         pool: &BoardPool,
         worker: &BoardWorker,
     ) -> Result<Account, AccountError> {
-        let place = RunnerScope::of(namespace, pool, &worker.owner, worker.repository.as_deref())?;
-        self.account_at(&place, worker.installation_id).await
+        let runner_scope = RunnerScope::of(namespace, pool, &worker.owner, worker.repository.as_deref())?;
+        self.account_at(&runner_scope, worker.installation_id).await
     }
 
-    pub async fn account_at(&self, place: &RunnerScope, installation: Option<i64>) -> Result<Account, AccountError> {
-        let credentials = self.shared.credentials.get_or_last(&place.namespace, &place.secret).await?;
-        Ok(Account { credentials: credentials.for_installation(installation), scope: place.scope.clone() })
+    pub async fn account_at(
+        &self,
+        runner_scope: &RunnerScope,
+        installation: Option<i64>,
+    ) -> Result<Account, AccountError> {
+        let credentials = self.shared.credentials.get_or_last(&runner_scope.namespace, &runner_scope.secret).await?;
+        Ok(Account { credentials: credentials.for_installation(installation), scope: runner_scope.scope.clone() })
     }
 }

@@ -1,4 +1,4 @@
-//! Claims that boards serve: how they stand, and how they are let go.
+//! Claims on board pools: their status and their release.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,11 +22,11 @@ use paddock_core::{
 use paddock_effects::kube::objects::{self, Written};
 use tokio_util::sync::CancellationToken;
 
-use super::{BoardContext, GIVE_WAY, LOOK_AGAIN, lock, look_again, nudges};
+use super::{BACKGROUND_WRITE_DELAY, BoardContext, RESYNC_PERIOD, enqueued, lock, requeue_by};
 use crate::controllers::{Error, Next, drive, reference};
 
-/// How long a claim may be on its way before it says so: most have a pod by then.
-const YOUNG: Duration = Duration::from_secs(3);
+/// How long a new claim in progress goes without a status: most have a pod by then, which saves a write.
+const FIRST_STATUS_DELAY: Duration = Duration::from_secs(3);
 
 pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
     let stores = &board.shared.stores;
@@ -43,7 +43,7 @@ pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
         .with_config(Config::default().concurrency(16))
         .watches_shared_stream(stores.workers.stream(), claim_of_worker)
         .watches_shared_stream(stores.pools.stream(), open_claims)
-        .reconcile_on(nudges(&board.claims));
+        .reconcile_on(enqueued(&board.claims));
     let metrics = board.shared.metrics.clone();
     drive("board-claim", controller, board, metrics, stop, reconcile).await;
 }
@@ -54,55 +54,55 @@ async fn reconcile(claim: Arc<RunnerClaim>, board: Arc<BoardContext>) -> Result<
         return Ok(Next::AwaitChange);
     }
     let pools = board.shared.stores.pools.store.state();
-    let here = pools.iter().filter(|pool| pool.namespace() == claim.namespace()).map(Arc::as_ref);
-    let pool = match pool_selection::select(&claim, here) {
+    let in_namespace = pools.iter().filter(|pool| pool.namespace() == claim.namespace()).map(Arc::as_ref);
+    let pool = match pool_selection::select(&claim, in_namespace) {
         Ok(pool) => match pool.spec.hardware() {
             Some(Hardware::Board(_)) => Ok(pool),
             Some(Hardware::Ec2(_)) | None => return Ok(Next::AwaitChange),
         },
-        // A named pool that does not exist may as well be meant for machines.
+        // A named pool that does not exist may be meant to be an EC2 pool.
         Err(_) if claim.spec.pool.is_some() => return Ok(Next::AwaitChange),
         Err((reason, message)) => Err(Wait { reason, message, retry_at: None }),
     };
-    if deleted { board.release(&claim, pool).await } else { board.show(&claim, pool).await }
+    if deleted { board.release(&claim, pool).await } else { board.refresh(&claim, pool).await }
 }
 
 impl BoardContext {
-    async fn show(&self, claim: &RunnerClaim, pool: Result<&RunnerPool, Wait>) -> Result<Next, Error> {
+    async fn refresh(&self, claim: &RunnerClaim, pool: Result<&RunnerPool, Wait>) -> Result<Next, Error> {
         let workers = self.workers_of(claim);
         let own: Vec<&Worker> = workers.iter().map(Arc::as_ref).collect();
-        // A claim that holds something must not vanish before that is given back. Should it be deleted right now, its
-        // workers find out and go.
+        // A claim with workers must not disappear before they are released. If it is deleted right now, its workers
+        // observe that and end.
         if !objects::has_finalizer(claim) && (pool.is_ok() || !own.is_empty()) {
             objects::add_finalizer(&self.shared.client, claim).await?;
-            return Ok(Next::After(LOOK_AGAIN));
+            return Ok(Next::After(RESYNC_PERIOD));
         }
         let waits = claim.uid().is_some_and(|uid| lock(&self.memory.waits).contains_key(&uid));
         let served = pool.is_ok();
         let new = self.status(claim, pool, &own);
-        let on_its_way = match new.phase {
+        let in_progress = match new.phase {
             Some(ClaimPhase::Pending) => served && !waits,
             Some(ClaimPhase::Creating) => !waits,
             _ => false,
         };
-        if claim.status.is_none() && on_its_way && is_young(claim) {
-            return Ok(Next::After(YOUNG));
+        if claim.status.is_none() && in_progress && is_new(claim) {
+            return Ok(Next::After(FIRST_STATUS_DELAY));
         }
         let over = new.phase.is_some_and(ClaimPhase::is_over);
         if !over && self.rush.is_on() {
-            return Ok(Next::After(GIVE_WAY));
+            return Ok(Next::After(BACKGROUND_WRITE_DELAY));
         }
         self.write(claim, &new).await?;
-        Ok(if over { Next::AwaitChange } else { look_again(None) })
+        Ok(if over { Next::AwaitChange } else { requeue_by(None) })
     }
 
-    /// Deletes the claim's workers, each of which stays until its runner is free, and then lets the claim go.
+    /// Deletes the claim's workers, each of which stays until its runner is free, then removes the finalizer.
     async fn release(&self, claim: &RunnerClaim, pool: Result<&RunnerPool, Wait>) -> Result<Next, Error> {
         if !objects::has_finalizer(claim) {
             return Ok(Next::AwaitChange);
         }
         let client = &self.shared.client;
-        let making = self.making.lock().await;
+        let creation = self.creation_lock.lock().await;
         let workers = self.workers_of(claim);
         let own: Vec<&Worker> = workers.iter().map(Arc::as_ref).collect();
         let held = holding(&own);
@@ -113,10 +113,10 @@ impl BoardContext {
             objects::remove_finalizer(client, claim).await?;
             return Ok(Next::AwaitChange);
         }
-        drop(making);
+        drop(creation);
         let status = self.status(claim, pool, &own);
         self.write(claim, &status).await?;
-        Ok(Next::After(LOOK_AGAIN))
+        Ok(Next::After(RESYNC_PERIOD))
     }
 
     fn status(&self, claim: &RunnerClaim, pool: Result<&RunnerPool, Wait>, own: &[&Worker]) -> RunnerClaimStatus {
@@ -131,7 +131,7 @@ impl BoardContext {
         let others = others.filter(|name| runner.as_ref().is_none_or(|runner| runner.name != **name));
         let taken = others.filter(|name| claim.spec.job.is_some() && bindings.contains_key(*name)).collect();
         drop(bindings);
-        let standing = BoardClaimFacts {
+        let facts = BoardClaimFacts {
             pool: name.as_deref(),
             workers: own,
             taken,
@@ -139,19 +139,19 @@ impl BoardContext {
             job: self.job_of(claim).map(|(state, _)| state),
             runner,
         };
-        status(claim, standing, Timestamp::now())
+        status(claim, facts, Timestamp::now())
     }
 
     async fn write(&self, claim: &RunnerClaim, new: &RunnerClaimStatus) -> Result<(), Error> {
         let written = objects::write_status(&self.shared.client, claim, claim.status.as_ref(), new).await?;
         let before = claim.status.as_ref().and_then(|status| status.phase);
         if written == Written::Yes && before != new.phase {
-            self.tell(claim, new);
+            self.report_phase(claim, new);
         }
         Ok(())
     }
 
-    fn tell(&self, claim: &RunnerClaim, status: &RunnerClaimStatus) {
+    fn report_phase(&self, claim: &RunnerClaim, status: &RunnerClaimStatus) {
         let Some(condition) = status.conditions.iter().find(|condition| condition.type_ == READY) else { return };
         let phase = status.phase.unwrap_or_default();
         let created = claim.metadata.creation_timestamp.as_ref();
@@ -159,16 +159,16 @@ impl BoardContext {
             let seconds = Timestamp::now().duration_since(created.0).as_secs_f64();
             self.shared.metrics.claim_seconds.observe(seconds);
         }
-        // Steps on the way are in the status; an event for each would be most of what is written.
+        // Intermediate phases are in the status; an event for each would dominate the writes.
         if matches!(phase, ClaimPhase::Creating | ClaimPhase::Validating) {
             return;
         }
         let type_ = if phase == ClaimPhase::Failed { EventType::Warning } else { EventType::Normal };
-        self.shared.events.tell(claim, type_, phase.as_str(), &condition.reason, condition.message.clone());
+        self.shared.events.record(claim, type_, phase.as_str(), &condition.reason, condition.message.clone());
     }
 }
 
-fn is_young(claim: &RunnerClaim) -> bool {
+fn is_new(claim: &RunnerClaim) -> bool {
     let created = claim.metadata.creation_timestamp.as_ref();
-    created.is_some_and(|created| Timestamp::now().duration_since(created.0).unsigned_abs() < YOUNG)
+    created.is_some_and(|created| Timestamp::now().duration_since(created.0).unsigned_abs() < FIRST_STATUS_DELAY)
 }

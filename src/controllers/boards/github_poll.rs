@@ -1,7 +1,7 @@
-//! What webhooks did not tell: GitHub is asked for its runners, and for jobs that nothing was heard of.
+//! Polls GitHub for runners, and for jobs without a webhook.
 //!
-//! One visit at a time to each place, so that one that does not answer keeps nobody else. A list of runners serves every
-//! worker of its place, and the sweep.
+//! One poll at a time per runner scope, so that a scope that does not answer delays no other. A list of runners serves
+//! every worker of its scope, and the sweep.
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
@@ -26,26 +26,26 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    BoardContext, LOOK_AGAIN,
+    BoardContext, RESYNC_PERIOD,
     accounts::{Account, AccountError, RunnerScope},
     lock,
 };
 use crate::controllers::{Error, reference, stale_runners::remove_without_worker, time_until};
 
-/// How often the runners of a place that has workers are gone through for those without one.
-const SWEEP: SignedDuration = SignedDuration::from_mins(10);
-/// How soon after the start, for what was left by the leader before.
-const FIRST_SWEEP: SignedDuration = SignedDuration::from_mins(1);
-/// As many jobs are asked for in one visit.
-const JOBS: usize = 20;
-/// As many are asked for in a minute, in all places together, that nothing is wrong with as far as is known.
-const QUIET_JOBS: usize = 15;
-/// The agenda is not made more often than this.
-const PAUSE: Duration = Duration::from_millis(500);
-/// How long a place that cannot be asked is left alone.
-const PLACE_BACKOFF: Backoff = Backoff::new(LOOK_AGAIN, Duration::from_secs(600));
+/// How often the runners of a scope with workers are checked for those without a worker.
+const SWEEP_PERIOD: SignedDuration = SignedDuration::from_mins(10);
+/// The delay of the first sweep after the start, which finds runners that the previous leader left.
+const FIRST_SWEEP_DELAY: SignedDuration = SignedDuration::from_mins(1);
+/// Jobs requested in one poll.
+const MAX_JOBS_PER_POLL: usize = 20;
+/// Jobs requested per minute in all scopes together, without a sign that something is wrong with them.
+const MAX_QUIET_JOBS_PER_MINUTE: usize = 15;
+/// The minimum time between two passes, which coalesces requests.
+const MIN_PASS_INTERVAL: Duration = Duration::from_millis(500);
+/// The backoff of a scope whose poll failed.
+const SCOPE_BACKOFF: Backoff = Backoff::new(RESYNC_PERIOD, Duration::from_secs(600));
 
-/// What is to be done in one place.
+/// What to request in one poll of a scope.
 #[derive(Default)]
 struct PollTask {
     installation: Option<i64>,
@@ -53,58 +53,60 @@ struct PollTask {
     jobs: Vec<(Arc<RunnerClaim>, jiff::Timestamp)>,
 }
 
-/// What is remembered about a place.
+/// What is remembered about a scope.
 struct PollState {
     swept: Timestamp,
-    /// It had a worker since.
+    /// It had a worker since the last sweep.
     used: bool,
     installation: Option<i64>,
-    /// After failures: not before this moment.
+    /// Backoff after failures.
     not_before: Timestamp,
     failures: u32,
 }
 
 pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
-    let mut visits: HashMap<RunnerScope, PollState> = HashMap::new();
+    let mut states: HashMap<RunnerScope, PollState> = HashMap::new();
     let mut under_way: HashSet<RunnerScope> = HashSet::new();
-    let mut tasks = JoinSet::new();
+    let mut polls = JoinSet::new();
     let mut first = true;
-    let mut asked = VecDeque::new();
+    let mut quiet_polls = VecDeque::new();
     loop {
         let now = Timestamp::now();
-        let (agenda, next) = board.agenda(&mut visits, &under_way, &mut asked, first, now);
+        let (tasks, next) = board.due_tasks(&mut states, &under_way, &mut quiet_polls, first, now);
         first = false;
-        for (place, errand) in agenda {
-            if visits.get(&place).is_some_and(|visits| visits.not_before > now) || !under_way.insert(place.clone()) {
+        for (runner_scope, task) in tasks {
+            if states.get(&runner_scope).is_some_and(|state| state.not_before > now)
+                || !under_way.insert(runner_scope.clone())
+            {
                 continue;
             }
             let board = board.clone();
-            tasks.spawn(async move {
-                let outcome = board.visit(&place, errand).await;
-                (place, outcome)
+            polls.spawn(async move {
+                let outcome = board.poll(&runner_scope, task).await;
+                (runner_scope, outcome)
             });
         }
-        let wait = next.map_or(LOOK_AGAIN, time_until).min(LOOK_AGAIN);
+        let wait = next.map_or(RESYNC_PERIOD, time_until).min(RESYNC_PERIOD);
         tokio::select! {
             () = stop.cancelled() => return,
-            () = board.curious.notified() => {}
+            () = board.poll_requested.notified() => {}
             () = tokio::time::sleep(wait) => {}
-            Some(done) = tasks.join_next() => match done {
-                Ok((place, outcome)) => {
-                    under_way.remove(&place);
-                    if let Some(visits) = visits.get_mut(&place) {
-                        visits.end(&place, outcome);
+            Some(done) = polls.join_next() => match done {
+                Ok((runner_scope, outcome)) => {
+                    under_way.remove(&runner_scope);
+                    if let Some(state) = states.get_mut(&runner_scope) {
+                        state.finish(&runner_scope, outcome);
                     }
                 }
-                Err(error) => tracing::error!(%error, "a visit broke off"),
+                Err(error) => tracing::error!(%error, "poll task failed"),
             },
         }
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep(MIN_PASS_INTERVAL).await;
     }
 }
 
 impl PollState {
-    fn end(&mut self, place: &RunnerScope, outcome: Result<bool, AccountError>) {
+    fn finish(&mut self, runner_scope: &RunnerScope, outcome: Result<bool, AccountError>) {
         let now = Timestamp::now();
         match outcome {
             Ok(listed) => {
@@ -115,30 +117,30 @@ impl PollState {
             }
             Err(error) => {
                 self.failures += 1;
-                let wait = PLACE_BACKOFF.delay(self.failures).max(error.retry());
+                let wait = SCOPE_BACKOFF.delay(self.failures).max(error.retry());
                 self.not_before = now.saturating_add(wait).unwrap_or(now);
-                tracing::warn!(place = %place.scope, %error, "GitHub could not be asked");
+                tracing::warn!(scope = %runner_scope.scope, %error, "GitHub poll failed");
             }
         }
     }
 }
 
 impl BoardContext {
-    /// Who is to be visited now, and when the next one may be due.
-    fn agenda(
+    /// The polls that are due now, and when the next one may be due.
+    fn due_tasks(
         &self,
-        visits: &mut HashMap<RunnerScope, PollState>,
+        states: &mut HashMap<RunnerScope, PollState>,
         under_way: &HashSet<RunnerScope>,
-        asked: &mut VecDeque<Timestamp>,
+        quiet_polls: &mut VecDeque<Timestamp>,
         first: bool,
         now: Timestamp,
     ) -> (HashMap<RunnerScope, PollTask>, Option<Timestamp>) {
-        let mut agenda: HashMap<RunnerScope, PollTask> = HashMap::new();
+        let mut tasks: HashMap<RunnerScope, PollTask> = HashMap::new();
         let mut next: Option<Timestamp> = None;
         let mut later = |at: Timestamp| next = Some(next.map_or(at, |soonest| soonest.min(at)));
         let stores = &self.shared.stores;
-        for visits in visits.values_mut() {
-            visits.used &= now.duration_since(visits.swept) < SWEEP || visits.failures > 0;
+        for state in states.values_mut() {
+            state.used &= now.duration_since(state.swept) < SWEEP_PERIOD || state.failures > 0;
         }
         let workers = self.all_workers();
         for worker in &workers {
@@ -150,20 +152,20 @@ impl BoardContext {
             let namespace = worker.namespace().unwrap_or_default();
             let Some(pool) = self.pool(&namespace, &worker.spec.pool) else { continue };
             let Some(board) = pool.spec.board.as_ref() else { continue };
-            let Ok(place) = RunnerScope::of(&namespace, board, &spec.owner, spec.repository.as_deref()) else {
+            let Ok(runner_scope) = RunnerScope::of(&namespace, board, &spec.owner, spec.repository.as_deref()) else {
                 continue;
             };
-            let known = visits.entry(place.clone()).or_insert_with(|| PollState::new(first, now));
-            known.used = true;
-            known.installation = spec.installation_id.or(known.installation);
+            let state = states.entry(runner_scope.clone()).or_insert_with(|| PollState::new(first, now));
+            state.used = true;
+            state.installation = spec.installation_id.or(state.installation);
             if !active || worker.metadata.deletion_timestamp.is_some() {
                 continue;
             }
             let Some(pod) = self.pod_of(worker) else { continue };
-            let (exam, _) = self.exam(worker, Some(board), &pod, now);
-            exam.next.into_iter().for_each(&mut later);
-            if exam.ask.is_some() {
-                agenda.entry(place).or_default().list = true;
+            let (health, _) = self.health_check(worker, Some(board), &pod, now);
+            health.next.into_iter().for_each(&mut later);
+            if health.ask.is_some() {
+                tasks.entry(runner_scope).or_default().list = true;
             }
         }
         let mut ended: HashMap<&str, Timestamp> = HashMap::new();
@@ -173,55 +175,55 @@ impl BoardContext {
                 *last = end.max(*last);
             }
         }
-        while asked.front().is_some_and(|then| now.duration_since(*then) >= SignedDuration::from_mins(1)) {
-            asked.pop_front();
+        while quiet_polls.front().is_some_and(|then| now.duration_since(*then) >= SignedDuration::from_mins(1)) {
+            quiet_polls.pop_front();
         }
         let pools = stores.pools.store.state();
         for claim in stores.claims.store.state().iter().filter(|claim| claim.spec.job.is_some() && is_open(claim)) {
-            let Some((place, board)) = place_of_claim(claim, &pools) else { continue };
+            let Some((runner_scope, board)) = scope_of_claim(claim, &pools) else { continue };
             let ended = claim.metadata.uid.as_deref().and_then(|uid| ended.get(uid)).copied();
-            let Some(ask) = self.ask_for(claim, board, ended) else { continue };
+            let Some(ask) = self.job_poll(claim, board, ended) else { continue };
             if ask.at > now {
                 later(ask.at);
                 continue;
             }
-            let known = visits.entry(place.clone()).or_insert_with(|| PollState::new(false, now));
-            if under_way.contains(&place) || known.not_before > now {
+            let state = states.entry(runner_scope.clone()).or_insert_with(|| PollState::new(false, now));
+            if under_way.contains(&runner_scope) || state.not_before > now {
                 continue;
             }
             if !ask.urgent {
-                if asked.len() >= QUIET_JOBS {
+                if quiet_polls.len() >= MAX_QUIET_JOBS_PER_MINUTE {
                     continue;
                 }
-                asked.push_back(now);
+                quiet_polls.push_back(now);
             }
-            known.installation = claim.spec.installation_id.or(known.installation);
-            agenda
-                .entry(place)
+            state.installation = claim.spec.installation_id.or(state.installation);
+            tasks
+                .entry(runner_scope)
                 .or_default()
                 .jobs
                 .push((claim.clone(), board.timeouts.stuck_queued.after(created(claim))));
         }
-        for (place, visits) in visits.iter() {
-            let due = visits.swept.saturating_add(SWEEP).unwrap_or(Timestamp::MAX);
-            if visits.used && due <= now {
-                agenda.entry(place.clone()).or_default().list = true;
-            } else if visits.used {
+        for (runner_scope, state) in states.iter() {
+            let due = state.swept.saturating_add(SWEEP_PERIOD).unwrap_or(Timestamp::MAX);
+            if state.used && due <= now {
+                tasks.entry(runner_scope.clone()).or_default().list = true;
+            } else if state.used {
                 later(due);
             }
-            if visits.not_before > now {
-                later(visits.not_before);
+            if state.not_before > now {
+                later(state.not_before);
             }
-            if let Some(errand) = agenda.get_mut(place) {
-                errand.installation = visits.installation;
+            if let Some(task) = tasks.get_mut(runner_scope) {
+                task.installation = state.installation;
             }
         }
-        (agenda, next)
+        (tasks, next)
     }
 
-    /// When GitHub is to be asked about the claim's job. One that runs on a worker of ours is not asked for: the end of
-    /// that worker is seen here.
-    fn ask_for(&self, claim: &RunnerClaim, board: &BoardPool, ended: Option<Timestamp>) -> Option<job::Ask> {
+    /// When to request the claim's job. A job that runs on one of our workers is not requested: the end of that worker
+    /// is observed here.
+    fn job_poll(&self, claim: &RunnerClaim, board: &BoardPool, ended: Option<Timestamp>) -> Option<job::Ask> {
         let (state, worker) = self.job_of(claim)?;
         let ended = match (state, worker) {
             (JobState::Queued, _) => ended,
@@ -232,30 +234,35 @@ impl BoardContext {
         job::ask(claim, self.memory.job(claim).as_ref(), ended, board.timeouts.stuck_queued)
     }
 
-    /// Says whether the runners were listed.
-    async fn visit(&self, place: &RunnerScope, errand: PollTask) -> Result<bool, AccountError> {
-        let account = self.account_at(place, errand.installation).await?;
-        if errand.list {
+    /// Polls one scope; returns whether the runners were listed.
+    async fn poll(&self, runner_scope: &RunnerScope, task: PollTask) -> Result<bool, AccountError> {
+        let account = self.account_at(runner_scope, task.installation).await?;
+        if task.list {
             let (github, at) = (&self.shared.github, Timestamp::now());
-            let runners = github.runners(&account.credentials, &account.scope, &place.group).await?;
-            tracing::debug!(place = %place.scope, runners = runners.len(), "runners were listed");
-            self.memory.list(place.clone(), at, &runners);
+            let runners = github.runners(&account.credentials, &account.scope, &runner_scope.group).await?;
+            tracing::debug!(scope = %runner_scope.scope, runners = runners.len(), "runners listed");
+            self.memory.note_runners(runner_scope.clone(), at, &runners);
             for worker in self.all_workers().iter().filter(|worker| worker.spec.board.is_some() && is_active(worker)) {
                 let _ = self.workers.send(reference(&worker.namespace().unwrap_or_default(), &worker.name_any()));
             }
             match remove_without_worker(self, &account.credentials, &account.scope, &runners).await {
                 Ok(()) => {}
                 Err(Error::GitHub(error)) => return Err(error.into()),
-                Err(error) => tracing::warn!(place = %place.scope, %error, "stale runners not removed"),
+                Err(error) => tracing::warn!(scope = %runner_scope.scope, %error, "stale runners not removed"),
             }
         }
-        for (claim, stuck_at) in errand.jobs.into_iter().take(JOBS) {
-            self.ask(&account, &claim, stuck_at).await?;
+        for (claim, stuck_at) in task.jobs.into_iter().take(MAX_JOBS_PER_POLL) {
+            self.poll_job(&account, &claim, stuck_at).await?;
         }
-        Ok(errand.list)
+        Ok(task.list)
     }
 
-    async fn ask(&self, account: &Account, claim: &Arc<RunnerClaim>, stuck_at: Timestamp) -> Result<(), AccountError> {
+    async fn poll_job(
+        &self,
+        account: &Account,
+        claim: &Arc<RunnerClaim>,
+        stuck_at: Timestamp,
+    ) -> Result<(), AccountError> {
         let (Some(uid), Some(job)) = (claim.uid(), claim.spec.job.as_ref()) else { return Ok(()) };
         let Some(repository) = claim.spec.repository.as_deref() else { return Ok(()) };
         let (github, at) = (&self.shared.github, Timestamp::now());
@@ -283,18 +290,18 @@ impl BoardContext {
 
 impl PollState {
     fn new(first: bool, now: Timestamp) -> Self {
-        let swept = if first { now - SWEEP + FIRST_SWEEP } else { now };
+        let swept = if first { now - SWEEP_PERIOD + FIRST_SWEEP_DELAY } else { now };
         Self { swept, used: false, installation: None, not_before: Timestamp::UNIX_EPOCH, failures: 0 }
     }
 }
 
-fn place_of_claim<'a>(claim: &RunnerClaim, pools: &'a [Arc<RunnerPool>]) -> Option<(RunnerScope, &'a BoardPool)> {
-    let here = pools.iter().filter(|pool| pool.namespace() == claim.namespace()).map(Arc::as_ref);
-    let pool = pool_selection::select(claim, here).ok()?;
+fn scope_of_claim<'a>(claim: &RunnerClaim, pools: &'a [Arc<RunnerPool>]) -> Option<(RunnerScope, &'a BoardPool)> {
+    let in_namespace = pools.iter().filter(|pool| pool.namespace() == claim.namespace()).map(Arc::as_ref);
+    let pool = pool_selection::select(claim, in_namespace).ok()?;
     let board = pool.spec.board.as_ref()?;
-    let place =
+    let runner_scope =
         RunnerScope::of(&claim.namespace()?, board, claim.spec.owner.as_ref()?, claim.spec.repository.as_deref());
-    Some((place.ok()?, board))
+    Some((runner_scope.ok()?, board))
 }
 
 fn created(claim: &RunnerClaim) -> Timestamp {

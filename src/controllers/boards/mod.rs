@@ -1,8 +1,8 @@
 //! Boards: claims become workers, workers become pods.
 //!
-//! [`super::scheduler`] decides for all pools at once which claims get a worker, [`pool`] shows how each pool stands, [`claim`] how
-//! each claim does and lets go of it, [`worker`] leads each worker through its life, [`github_poll`] asks GitHub what webhooks
-//! did not tell.
+//! [`super::scheduler`] decides for all pools at once which claims get a worker. [`pool`] and [`claim`] reconcile the
+//! status and deletion of pools and claims, [`worker`] reconciles workers, and [`github_poll`] polls GitHub for what
+//! webhooks missed.
 
 mod accounts;
 mod claim;
@@ -36,28 +36,28 @@ use tokio_util::sync::CancellationToken;
 use self::{memory::Memory, quotas::Limits, reservations::Reservations, timers::Timers};
 use super::{Next, Shared, reference, rush::Rush, time_until};
 
-/// How long anything that is not settled goes without a look.
-pub(super) const LOOK_AGAIN: Duration = Duration::from_secs(15);
-/// How long what there is to show waits while pods are being made, before it looks again.
-const GIVE_WAY: Duration = Duration::from_millis(300);
-/// Calls to be remembered for a controller that is slow to hear them; it looks again by itself anyway.
-const NUDGES: usize = 1024;
-/// Workers that are written for at a time: more would only make the API server slower for everybody.
-const WRITERS: usize = 24;
+/// How often objects that are not in a final state are reconciled without an event.
+pub(super) const RESYNC_PERIOD: Duration = Duration::from_secs(15);
+/// How long status writes are deferred while claims and pods are being created, before the next check.
+const BACKGROUND_WRITE_DELAY: Duration = Duration::from_millis(300);
+/// Enqueued objects buffered for a slow controller; it also resyncs periodically, so older ones may be dropped.
+const ENQUEUE_BUFFER: usize = 1024;
+/// Concurrent writes for workers: more would only slow down the API server.
+const CONCURRENT_WRITES: usize = 24;
 
 pub async fn run(shared: Arc<Shared>, rush: Arc<Rush>, stop: CancellationToken) {
     let board = Arc::new(BoardContext {
         limits: Limits::new(shared.settings.entity_limits_file.clone()),
         prefix: name_prefix(&shared.settings.cluster_name),
-        making: tokio::sync::Mutex::default(),
-        writers: Semaphore::new(WRITERS),
+        creation_lock: tokio::sync::Mutex::default(),
+        write_permits: Semaphore::new(CONCURRENT_WRITES),
         rush,
         reservations: Reservations::default(),
         memory: Memory::default(),
         changed: Notify::new(),
-        curious: Notify::new(),
-        claims: broadcast::Sender::new(NUDGES),
-        workers: broadcast::Sender::new(NUDGES),
+        poll_requested: Notify::new(),
+        claims: broadcast::Sender::new(ENQUEUE_BUFFER),
+        workers: broadcast::Sender::new(ENQUEUE_BUFFER),
         timers: Timers::default(),
         shared,
     });
@@ -70,37 +70,37 @@ pub async fn run(shared: Arc<Shared>, rush: Arc<Rush>, stop: CancellationToken) 
     );
 }
 
-/// What the controllers share. All of it can be lost: what was reserved is in the API server, what was decided is
-/// decided again, and GitHub is asked again.
+/// State shared by the board controllers. None of it is persisted: reservations are in the API server, and a new leader
+/// decides and polls GitHub again.
 pub(super) struct BoardContext {
     pub(super) shared: Arc<Shared>,
     pub(super) limits: Limits,
-    /// How the names of our workers, and so of our runners, begin.
+    /// The name prefix of our workers, and so of our runners.
     pub(super) prefix: String,
-    /// Held while workers are made and while claims and pools are let go, so that neither happens behind the other's
-    /// back.
-    pub(super) making: tokio::sync::Mutex<()>,
-    /// Who writes for a worker takes a turn; who waits for GitHub has none.
-    pub(super) writers: Semaphore,
+    /// Held while workers are created and while claims and pools are released, so that none is created for one that is
+    /// being released.
+    pub(super) creation_lock: tokio::sync::Mutex<()>,
+    /// Limits concurrent writes for workers. No permit is held while waiting for GitHub.
+    pub(super) write_permits: Semaphore,
     pub(super) rush: Arc<Rush>,
     pub(super) reservations: Reservations,
     pub(super) memory: Memory,
     pub(super) timers: Timers,
-    /// Something that decisions rest on has changed.
+    /// An input of the demand decision has changed.
     pub(super) changed: Notify,
-    /// Somebody needs to know what GitHub says.
-    pub(super) curious: Notify,
+    /// A GitHub poll may be due.
+    pub(super) poll_requested: Notify,
     pub(super) claims: broadcast::Sender<ObjectRef<RunnerClaim>>,
     pub(super) workers: broadcast::Sender<ObjectRef<Worker>>,
 }
 
-fn nudges<K: Resource<DynamicType = ()> + 'static>(
+fn enqueued<K: Resource<DynamicType = ()> + 'static>(
     sender: &broadcast::Sender<ObjectRef<K>>,
 ) -> impl Stream<Item = ObjectRef<K>> + Send + use<K> {
-    stream::unfold(sender.subscribe(), async |mut nudges| {
+    stream::unfold(sender.subscribe(), async |mut receiver| {
         loop {
-            match nudges.recv().await {
-                Ok(object) => return Some((object, nudges)),
+            match receiver.recv().await {
+                Ok(object) => return Some((object, receiver)),
                 Err(broadcast::error::RecvError::Lagged(_)) => {}
                 Err(broadcast::error::RecvError::Closed) => return None,
             }
@@ -114,22 +114,22 @@ impl BoardContext {
         self.shared.stores.pools.store.get(&reference(namespace, name)).filter(|pool| pool.spec.board.is_some())
     }
 
-    /// All workers, those that no cache shows yet included.
+    /// All workers, including those that are not cached yet.
     pub(super) fn all_workers(&self) -> Vec<Arc<Worker>> {
         let store = &self.shared.stores.workers.store;
-        // First what is hidden: what shows in between is then in both, and never in neither.
-        let hidden = self.reservations.beyond(|worker| store.get(&ObjectRef::from_obj(worker)).is_some());
+        // Read the uncached ones first: a worker that is cached in between is then in both, never in neither.
+        let uncached = self.reservations.except(|worker| store.get(&ObjectRef::from_obj(worker)).is_some());
         let mut workers = store.state();
-        workers.extend(hidden.into_iter().filter(|worker| store.get(&ObjectRef::from_obj(&**worker)).is_none()));
+        workers.extend(uncached.into_iter().filter(|worker| store.get(&ObjectRef::from_obj(&**worker)).is_none()));
         workers
     }
 
     /// The claim's own workers.
     fn workers_of(&self, claim: &RunnerClaim) -> Vec<Arc<Worker>> {
-        // First what is hidden, as above; whoever is in the cache is in its group.
-        let hidden = self.reservations.beyond(|worker| !decisions::serves(worker, claim));
+        // Read the uncached ones first, as above; the owner index has every cached one.
+        let uncached = self.reservations.except(|worker| !decisions::serves(worker, claim));
         let mut own = claim.uid().map_or_else(Vec::new, |uid| self.shared.stores.workers.of(&uid));
-        for worker in hidden {
+        for worker in uncached {
             if !own.iter().any(|own| own.metadata.name == worker.metadata.name) {
                 own.push(worker);
             }
@@ -137,8 +137,8 @@ impl BoardContext {
         own
     }
 
-    async fn turn(&self) -> SemaphorePermit<'_> {
-        self.writers.acquire().await.expect("it is never closed")
+    async fn write_permit(&self) -> SemaphorePermit<'_> {
+        self.write_permits.acquire().await.expect("the semaphore is never closed")
     }
 
     fn pod_of(&self, worker: &Worker) -> Option<Arc<Pod>> {
@@ -151,7 +151,7 @@ impl BoardContext {
         node.is_some_and(|node| is_unreachable(&node))
     }
 
-    /// How far the claim's job is, and the worker that has it.
+    /// The state of the claim's job, and the worker that has it.
     fn job_of(&self, claim: &RunnerClaim) -> Option<(JobState, Option<Arc<Worker>>)> {
         claim.spec.job.as_ref()?;
         let seen = self.memory.job(claim);
@@ -161,22 +161,28 @@ impl BoardContext {
         Some((job::state(claim, seen.as_ref(), ended)?, worker))
     }
 
-    /// What the health rules say of a worker with a pod.
-    fn exam(&self, worker: &Worker, pool: Option<&BoardPool>, pod: &Pod, now: Timestamp) -> (HealthCheck, RunnerFacts) {
+    /// The health check of a worker with a pod.
+    fn health_check(
+        &self,
+        worker: &Worker,
+        pool: Option<&BoardPool>,
+        pod: &Pod,
+        now: Timestamp,
+    ) -> (HealthCheck, RunnerFacts) {
         let Some((pool, spec)) = pool.zip(worker.spec.board.as_ref()) else { return Default::default() };
         let namespace = worker.namespace().unwrap_or_default();
         let claim = self.shared.stores.claims.store.get(&reference(&namespace, &spec.claim));
-        let place = accounts::RunnerScope::of(&namespace, pool, &spec.owner, spec.repository.as_deref()).ok();
-        let known = RunnerFacts {
+        let runner_scope = accounts::RunnerScope::of(&namespace, pool, &spec.owner, spec.repository.as_deref()).ok();
+        let facts = RunnerFacts {
             binding: lock(&self.memory.bindings).get(&worker.name_any()).copied(),
-            sighting: self.memory.sighting(&worker.name_any(), place.as_ref()),
+            sighting: self.memory.sighting(&worker.name_any(), runner_scope.as_ref()),
             has_job: claim.is_some_and(|claim| claim.spec.job.is_some()),
         };
-        (examine(worker, pod, known, &pool.timeouts, now), known)
+        (examine(worker, pod, facts, &pool.timeouts, now), facts)
     }
 }
 
-/// At this time, but after [`LOOK_AGAIN`] at the latest.
-fn look_again(at: Option<Timestamp>) -> Next {
-    Next::After(at.map_or(LOOK_AGAIN, |at| time_until(at).min(LOOK_AGAIN)))
+/// Requeues at this time, but after [`RESYNC_PERIOD`] at the latest.
+fn requeue_by(at: Option<Timestamp>) -> Next {
+    Next::After(at.map_or(RESYNC_PERIOD, |at| time_until(at).min(RESYNC_PERIOD)))
 }

@@ -1,4 +1,4 @@
-//! Board pools: whether they can serve, how they stand, and how they go.
+//! Board pools: their status, their readiness and their deletion.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,11 +22,11 @@ use paddock_core::{
 use paddock_effects::kube::objects;
 use tokio_util::sync::CancellationToken;
 
-use super::{BoardContext, LOOK_AGAIN, lock};
+use super::{BoardContext, RESYNC_PERIOD, lock};
 use crate::controllers::{Error, Next, drive, reference};
 
-/// A pool's counts change with every pod; they are shown no more often than this.
-const SHOWN: Duration = Duration::from_secs(1);
+/// The minimum time between status writes of a pool, whose counts change with every pod.
+const STATUS_WRITE_PERIOD: Duration = Duration::from_secs(1);
 
 pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
     let stores = &board.shared.stores;
@@ -58,20 +58,20 @@ async fn reconcile(pool: Arc<RunnerPool>, board: Arc<BoardContext>) -> Result<Ne
     }
     if !objects::has_finalizer(&*pool) {
         objects::add_finalizer(client, &*pool).await?;
-        return Ok(Next::After(LOOK_AGAIN));
+        return Ok(Next::After(RESYNC_PERIOD));
     }
     let obstacle = board.obstacle(&pool).await;
     let timer = format!("pool {}", PoolKey::of(&pool));
-    if !board.timers.due(&timer, SHOWN) {
-        return Ok(Next::After(SHOWN));
+    if !board.timers.due(&timer, STATUS_WRITE_PERIOD) {
+        return Ok(Next::After(STATUS_WRITE_PERIOD));
     }
     let status = board.pool_status(&pool, obstacle);
     objects::write_status(client, &*pool, pool.status.as_ref(), &status).await?;
-    Ok(Next::After(LOOK_AGAIN))
+    Ok(Next::After(RESYNC_PERIOD))
 }
 
 impl BoardContext {
-    /// What keeps the pool from making workers, remembered for the decisions.
+    /// What keeps the pool from creating workers; also stored for the scheduler.
     async fn obstacle(&self, pool: &RunnerPool) -> Option<String> {
         let github = &pool.spec.board.as_ref()?.github;
         let namespace = pool.namespace().unwrap_or_default();
@@ -121,13 +121,13 @@ impl BoardContext {
         workers
     }
 
-    /// A pool goes when no runner is registered through it any more; busy ones finish first.
+    /// Removes the finalizer when no runner is registered through the pool any more; busy ones finish first.
     async fn remove_pool(&self, pool: &RunnerPool) -> Result<Next, Error> {
         let client = &self.shared.client;
         if !objects::has_finalizer(pool) {
             return Ok(Next::AwaitChange);
         }
-        let _making = self.making.lock().await;
+        let _creation = self.creation_lock.lock().await;
         let mut held = self.workers_of_pool(&PoolKey::of(pool));
         held.retain(|worker| holds_runner(worker));
         for worker in held.iter().filter(|worker| is_active(worker) && worker.metadata.deletion_timestamp.is_none()) {
@@ -144,7 +144,7 @@ impl BoardContext {
             ready_condition(false, PoolReason::Deleting, message, pool.metadata.generation, Timestamp::now());
         set_condition(&mut status.conditions, condition);
         objects::write_status(client, pool, pool.status.as_ref(), &status).await?;
-        Ok(Next::After(LOOK_AGAIN))
+        Ok(Next::After(RESYNC_PERIOD))
     }
 }
 

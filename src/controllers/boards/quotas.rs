@@ -1,4 +1,4 @@
-//! The file with the caps of owners.
+//! The file with the limits of owners.
 
 use std::path::PathBuf;
 
@@ -13,8 +13,7 @@ impl Limits {
         Self(file.map(|file| WatchedFile::new(file, |text| Ok(serde_saphyr::from_str(text)?))))
     }
 
-    /// The caps as the file has them now. Where it never could be read nothing may be made, because a missing file must not
-    /// lift a cap.
+    /// The limits in the file now. An error if it could never be read: a missing file must not lift a limit.
     pub fn read(&self) -> Result<EntityLimits> {
         self.0.as_ref().map_or_else(|| Ok(EntityLimits::default()), WatchedFile::read)
     }

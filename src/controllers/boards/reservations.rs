@@ -1,4 +1,4 @@
-//! Workers that are being made or were a moment ago: they count before any cache shows them.
+//! Workers that were created recently or are being created: they count before the cache shows them.
 
 use std::{
     collections::BTreeMap,
@@ -12,10 +12,10 @@ use paddock_effects::kube::{objects::KubeError, stores::Watched};
 
 use super::lock;
 
-/// A cache is seldom later than this; what it does not show by then is asked for.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// The same for a worker of which it is not known whether it was made.
-const DOUBT: Duration = Duration::from_secs(1);
+/// The usual maximum lag of the cache. A worker that is still missing then is read from the API server.
+const CACHE_LAG_MAX: Duration = Duration::from_secs(10);
+/// The same for a worker whose creation was not confirmed.
+const UNCONFIRMED_LAG_MAX: Duration = Duration::from_secs(1);
 
 type Key = (String, String);
 
@@ -32,24 +32,24 @@ fn key(worker: &Worker) -> Key {
 }
 
 impl Reservations {
-    /// Also for a worker that was perhaps made: while nobody knows, its slot must not be given away twice.
+    /// Also for a worker whose creation is not confirmed: its slot must not be given away twice.
     pub fn insert(&self, worker: Worker) {
         lock(&self.0).insert(key(&worker), Reservation { worker: Arc::new(worker), since: Instant::now() });
     }
 
-    /// For a worker that was not made for sure.
+    /// For a worker that certainly was not created.
     pub fn remove(&self, worker: &Worker) {
         lock(&self.0).remove(&key(worker));
     }
 
-    /// Drops what the cache shows by now, and what turns out not to be.
+    /// Drops the workers that the cache shows now, and those that do not exist.
     pub async fn settle(&self, client: &Client, workers: &Watched<Worker>) -> Result<(), KubeError> {
         let late: Vec<_> = {
             let mut reserved = lock(&self.0);
             reserved.retain(|_, reserved| workers.store.get(&ObjectRef::from_obj(&*reserved.worker)).is_none());
             let late = reserved.iter().filter(|(_, reserved)| {
-                let patience = if reserved.worker.metadata.uid.is_some() { PATIENCE } else { DOUBT };
-                reserved.since.elapsed() > patience
+                let lag_max = if reserved.worker.metadata.uid.is_some() { CACHE_LAG_MAX } else { UNCONFIRMED_LAG_MAX };
+                reserved.since.elapsed() > lag_max
             });
             late.map(|(key, _)| key.clone()).collect()
         };
@@ -63,10 +63,10 @@ impl Reservations {
         Ok(())
     }
 
-    /// Those that are not shown.
-    pub fn beyond(&self, is_shown: impl Fn(&Worker) -> bool) -> Vec<Arc<Worker>> {
+    /// The reserved workers that are not excluded.
+    pub fn except(&self, is_excluded: impl Fn(&Worker) -> bool) -> Vec<Arc<Worker>> {
         let reserved = lock(&self.0);
-        reserved.values().map(|reserved| &reserved.worker).filter(|worker| !is_shown(worker)).cloned().collect()
+        reserved.values().map(|reserved| &reserved.worker).filter(|worker| !is_excluded(worker)).cloned().collect()
     }
 }
 
@@ -83,14 +83,14 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_counts_once_whoever_shows_it() {
+    fn a_cached_worker_is_not_counted_again() {
         let reservations = Reservations::default();
         reservations.insert(worker("a"));
         reservations.insert(worker("b"));
-        let shown = |worker: &Worker| ["a", "c"].contains(&worker.name_any().as_str());
-        let names: Vec<_> = reservations.beyond(shown).iter().map(|worker| worker.name_any()).collect();
+        let cached = |worker: &Worker| ["a", "c"].contains(&worker.name_any().as_str());
+        let names: Vec<_> = reservations.except(cached).iter().map(|worker| worker.name_any()).collect();
         assert_eq!(names, ["b"]);
         reservations.remove(&worker("b"));
-        assert!(reservations.beyond(shown).is_empty());
+        assert!(reservations.except(cached).is_empty());
     }
 }

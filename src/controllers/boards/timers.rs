@@ -1,4 +1,4 @@
-//! When something was last done.
+//! The last run of periodic work.
 
 use std::{
     collections::HashMap,
@@ -12,7 +12,7 @@ use paddock_effects::lock;
 pub struct Timers(Mutex<HashMap<String, Instant>>);
 
 impl Timers {
-    /// Whether `name` was not done within `period`; if so it counts as done now.
+    /// Whether `name` did not run within `period`; if so it counts as run now.
     pub fn due(&self, name: &str, period: Duration) -> bool {
         let mut last = lock(&self.0);
         let due = last.get(name).is_none_or(|then| then.elapsed() >= period);

@@ -28,29 +28,29 @@ use tokio::sync::{
     oneshot,
 };
 
-pub struct Pickups {
+pub struct IdleQueues {
     queues: Queues,
     ledger: Arc<Ledger>,
     metrics: Metrics,
     /// By URL and pool.
-    readers: Mutex<HashMap<(String, PoolKey), UnboundedSender<Note>>>,
+    readers: Mutex<HashMap<(String, PoolKey), UnboundedSender<ReaderEvent>>>,
 }
 
 type Answer = oneshot::Sender<Result<Picked, AwsError>>;
 
-/// What a reader is told.
-enum Note {
+/// What a reader reacts to.
+enum ReaderEvent {
     Request(Requirements, u32, Answer),
     Settled(Selected, Disposition),
 }
 
-/// A machine handed out to a claim, which settles it.
+/// A machine selected for a claim, which settles it.
 #[derive(Debug)]
 pub struct Candidate {
-    pub offer: IdleMessage,
+    pub machine: IdleMessage,
     message: Option<Received>,
     /// None once it is settled.
-    reader: Option<UnboundedSender<Note>>,
+    reader: Option<UnboundedSender<ReaderEvent>>,
 }
 
 impl Candidate {
@@ -60,14 +60,14 @@ impl Candidate {
 
     fn report(&mut self, disposition: Disposition) {
         if let Some(reader) = self.reader.take() {
-            let selected = Selected { machine: self.offer.clone(), message: self.message.take() };
-            let _ = reader.send(Note::Settled(selected, disposition));
+            let selected = Selected { machine: self.machine.clone(), message: self.message.take() };
+            let _ = reader.send(ReaderEvent::Settled(selected, disposition));
         }
     }
 }
 
 impl Drop for Candidate {
-    /// The fallback for a claim that was cancelled or failed before it tried.
+    /// The fallback for a reconciliation that was cancelled or failed before it tried to claim.
     fn drop(&mut self) {
         self.report(Disposition::Unused);
     }
@@ -76,11 +76,11 @@ impl Drop for Candidate {
 #[derive(Debug, Default)]
 pub struct Picked {
     pub candidates: Vec<Candidate>,
-    /// The pool has nothing more that fits.
+    /// The pool has no more matching machines.
     pub exhausted: bool,
 }
 
-impl Pickups {
+impl IdleQueues {
     pub fn new(queues: Queues, ledger: Arc<Ledger>, metrics: Metrics) -> Arc<Self> {
         Arc::new(Self { queues, ledger, metrics, readers: Mutex::default() })
     }
@@ -94,18 +94,18 @@ impl Pickups {
         count: u32,
     ) -> Result<Picked, AwsError> {
         let (answer, picked) = oneshot::channel();
-        self.reader(url, pool).send(Note::Request(needs, count, answer)).ok();
+        self.reader(url, pool).send(ReaderEvent::Request(needs, count, answer)).ok();
         picked.await.unwrap_or_else(|_| Ok(Picked::default()))
     }
 
-    fn reader(self: &Arc<Self>, url: &str, pool: PoolKey) -> UnboundedSender<Note> {
+    fn reader(self: &Arc<Self>, url: &str, pool: PoolKey) -> UnboundedSender<ReaderEvent> {
         let mut readers = self.readers.lock().unwrap_or_else(PoisonError::into_inner);
         let sender = readers.entry((url.to_owned(), pool)).or_insert_with_key(|(url, pool)| {
-            let (sender, notes) = unbounded_channel();
+            let (sender, events) = unbounded_channel();
             let (answers, next_id) = (HashMap::new(), 0);
             let (url, pool) = (url.clone(), pool.clone());
-            let reader = Reader { pickups: self.clone(), url, pool, sender: sender.clone(), answers, next_id };
-            tokio::spawn(reader.run(notes));
+            let reader = Reader { idle_queues: self.clone(), url, pool, sender: sender.clone(), answers, next_id };
+            tokio::spawn(reader.run(events));
             sender
         });
         sender.clone()
@@ -113,41 +113,41 @@ impl Pickups {
 }
 
 struct Reader {
-    pickups: Arc<Pickups>,
+    idle_queues: Arc<IdleQueues>,
     url: String,
     pool: PoolKey,
-    /// For the candidates, which report to it.
-    sender: UnboundedSender<Note>,
+    /// Cloned into each candidate, which reports its disposition.
+    sender: UnboundedSender<ReaderEvent>,
     answers: HashMap<RequestId, Answer>,
     next_id: RequestId,
 }
 
 impl Reader {
-    async fn run(mut self, mut notes: UnboundedReceiver<Note>) {
+    async fn run(mut self, mut events: UnboundedReceiver<ReaderEvent>) {
         let (mut queue, mut wait) = (IdleQueue::default(), None);
         loop {
-            // All that is there is read before a tick, also when there is no time to wait.
-            let note = match notes.try_recv() {
-                Ok(note) => Some(note),
-                Err(_) => tokio::time::timeout(wait.unwrap_or(Duration::MAX), notes.recv()).await.ok().flatten(),
+            // Drain the channel before a tick, even when the wait is zero.
+            let event = match events.try_recv() {
+                Ok(event) => Some(event),
+                Err(_) => tokio::time::timeout(wait.unwrap_or(Duration::MAX), events.recv()).await.ok().flatten(),
             };
-            let input = note.map_or(Input::Tick, |note| self.input(note));
+            let input = event.map_or(Input::Tick, |event| self.input(event));
             wait = self.feed(&mut queue, input).await;
         }
     }
 
-    fn input(&mut self, note: Note) -> Input {
-        match note {
-            Note::Request(needs, count, answer) => {
+    fn input(&mut self, event: ReaderEvent) -> Input {
+        match event {
+            ReaderEvent::Request(needs, count, answer) => {
                 self.next_id += 1;
                 self.answers.insert(self.next_id, answer);
                 Input::Request { id: self.next_id, needs, count }
             }
-            Note::Settled(selected, disposition) => Input::Settled(selected, disposition),
+            ReaderEvent::Settled(selected, disposition) => Input::Settled(selected, disposition),
         }
     }
 
-    /// Carries out what follows from `input`; gives the time until the next tick.
+    /// Feeds `input` to the queue and applies its outputs. Returns the time until the next tick.
     async fn feed(&mut self, queue: &mut IdleQueue, input: Input) -> Option<Duration> {
         let (mut next, mut wait, mut error) = (Some(input), None, None);
         while let Some(input) = next.take() {
@@ -169,12 +169,12 @@ impl Reader {
                             self.answer(request, Err(error.clone()));
                         }
                     }
-                    Output::Delete(messages) => self.send_off(messages, None),
-                    Output::PutBack(messages, delay) => self.send_off(messages, Some(delay)),
+                    Output::Delete(messages) => self.update_messages(messages, None),
+                    Output::PutBack(messages, delay) => self.update_messages(messages, Some(delay)),
                     Output::Discarded(message, why) => {
                         let (reason, body) = (why.reason(), message.body);
-                        tracing::info!(reason, ?why, body, "discarded a message of the idle pool");
-                        self.pickups.metrics.discarded_messages.get_or_create(&DiscardLabel { reason }).inc();
+                        tracing::info!(reason, ?why, body, "idle message discarded");
+                        self.idle_queues.metrics.discarded_messages.get_or_create(&DiscardLabel { reason }).inc();
                     }
                     Output::Wait(time) => wait = Some(time),
                 }
@@ -185,7 +185,7 @@ impl Reader {
 
     fn availability(&self, id: &str, now: Timestamp) -> Availability {
         let machine = self
-            .pickups
+            .idle_queues
             .ledger
             .get(id)
             .filter(|machine| PoolKey::parse(&machine.record.pool).as_ref() == Some(&self.pool));
@@ -194,14 +194,16 @@ impl Reader {
 
     fn list_free(&self, needs: &[Requirements], now: Timestamp) -> Vec<IdleMessage> {
         let fits = |message: &IdleMessage| needs.iter().any(|needs| needs.met_by(message));
-        let free =
-            self.pickups.ledger.find(&self.pool, |machine| machine.is_claimable(now) && fits(&machine.idle_message()));
+        let free = self
+            .idle_queues
+            .ledger
+            .find(&self.pool, |machine| machine.is_claimable(now) && fits(&machine.idle_message()));
         free.iter().map(|machine| machine.idle_message()).collect()
     }
 
-    /// What came, and the last error if there was one.
+    /// The received messages, and the last error if there was one.
     async fn receive(&self, batches: usize) -> (Vec<Received>, Option<AwsError>) {
-        let receives = (0..batches).map(|_| self.pickups.queues.receive(&self.url));
+        let receives = (0..batches).map(|_| self.idle_queues.queues.receive(&self.url));
         let (mut messages, mut last_error) = (Vec::new(), None);
         for received in join_all(receives).await {
             match received {
@@ -213,27 +215,27 @@ impl Reader {
     }
 
     fn candidate(&self, Selected { machine, message }: Selected) -> Candidate {
-        Candidate { offer: machine, message, reader: Some(self.sender.clone()) }
+        Candidate { machine, message, reader: Some(self.sender.clone()) }
     }
 
-    /// A claim that no longer listens drops its candidates, which then come back.
+    /// If the claim no longer waits, its candidates are dropped and so reported as unused.
     fn answer(&mut self, request: RequestId, picked: Result<Picked, AwsError>) {
         if let Some(answer) = self.answers.remove(&request) {
             let _ = answer.send(picked);
         }
     }
 
-    /// Deletes messages, or shows them again after `delay`, in the background. Should it fail, they become visible again
-    /// at their visibility timeout and do no harm.
-    fn send_off(&self, messages: Vec<Received>, delay: Option<Duration>) {
-        let (queues, url) = (self.pickups.queues.clone(), self.url.clone());
+    /// Deletes messages, or makes them visible again after `delay`, in the background. After a failure they become
+    /// visible at their visibility timeout, which is harmless.
+    fn update_messages(&self, messages: Vec<Received>, delay: Option<Duration>) {
+        let (queues, url) = (self.idle_queues.queues.clone(), self.url.clone());
         tokio::spawn(async move {
-            let sent = match delay {
+            let updated = match delay {
                 None => queues.delete(&url, &messages).await,
                 Some(delay) => queues.put_back(&url, &messages, delay).await,
             };
-            if let Err(error) = sent {
-                tracing::warn!(%error, "messages of the idle pool stay hidden for a while");
+            if let Err(error) = updated {
+                tracing::warn!(%error, "idle messages not deleted or put back");
             }
         });
     }

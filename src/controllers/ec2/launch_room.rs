@@ -1,4 +1,4 @@
-//! Launches under way, so that `maxInstances` holds while several claims create machines at once.
+//! LaunchRoom under way, so that `maxInstances` holds while several claims create machines at once.
 
 use std::{
     collections::HashMap,
@@ -9,21 +9,21 @@ use paddock_core::names::PoolKey;
 use paddock_effects::lock;
 
 #[derive(Default)]
-pub struct Launches {
+pub struct LaunchRoom {
     pending: Mutex<HashMap<PoolKey, u32>>,
-    /// The token of the last order of each pool that was carried out: a view of the pool that still has it is stale.
+    /// The client token of each pool's last completed order: a cached pool that still has the order is stale.
     carried_out: Mutex<HashMap<PoolKey, String>>,
 }
 
-/// Room for machines that are being launched; given back when dropped, when their records count instead.
+/// Capacity for machines that are being launched. It is released on drop, when their records count instead.
 pub struct Reservation {
-    launches: Arc<Launches>,
+    launches: Arc<LaunchRoom>,
     pool: PoolKey,
     count: u32,
 }
 
-impl Launches {
-    /// Room for up to `wanted` more beside the `live` ones and those under way; less than `least` is none.
+impl LaunchRoom {
+    /// Reserves up to `wanted` machines beside those `live` or being launched; `None` if fewer than `least` fit.
     pub fn reserve(
         self: &Arc<Self>,
         pool: &PoolKey,
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn launches_under_way_count_until_they_are_over() {
-        let (launches, linux) = (Arc::new(Launches::default()), PoolKey::new("ci", "linux"));
+        let (launches, linux) = (Arc::new(LaunchRoom::default()), PoolKey::new("ci", "linux"));
         let first = launches.reserve(&linux, 1, 2, 2, 4).unwrap();
         assert!(launches.reserve(&linux, 1, 2, 2, 4).is_none(), "there is room for one, not for two");
         assert_eq!(launches.reserve(&linux, 1, 1, 2, 4).unwrap().count(), 1, "where one is better than none");

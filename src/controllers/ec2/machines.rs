@@ -1,4 +1,4 @@
-//! What claims and pools both do with an instance.
+//! Operations on instances that claims and pools share.
 
 use jiff::Timestamp;
 use paddock_core::{
@@ -13,7 +13,7 @@ use super::Ec2Context;
 use crate::controllers::reference;
 
 impl Ec2Context {
-    /// The first record of an instance that EC2 just launched, unless it has one: for a claim, or to be kept warm.
+    /// The first record of a newly launched instance, for a claim or to be kept warm; `None` if it has one.
     pub fn launch(
         &self,
         launched: &Launched,
@@ -34,15 +34,15 @@ impl Ec2Context {
             mem: needs.memory_mib,
             github_url: github_url(self.shared.github.html_url(), pool),
         };
-        let known = self.ledger.get(&launched.id).map(|tracked| tracked.record);
+        let known = self.ledger.get(&launched.id).map(|machine| machine.record);
         transition::launch(known.as_ref(), identity, claim, pool.lifetimes.created.after(now), now)
     }
 
-    /// Ends instances whose pool is gone for good, as after somebody removed its finalizer by hand, and forgets them.
-    pub async fn end_strays(&self) -> Result<(), AwsError> {
+    /// Ends instances whose pool no longer exists, for example after its finalizer was removed by hand.
+    pub async fn end_orphans(&self) -> Result<(), AwsError> {
         let watched = |namespace: &str| self.shared.settings.namespace.as_deref().is_none_or(|only| only == namespace);
-        for tracked in self.ledger.all() {
-            let (id, pool) = (&tracked.record.instance_id, &tracked.record.pool);
+        for machine in self.ledger.all() {
+            let (id, pool) = (&machine.record.instance_id, &machine.record.pool);
             let Some(key) = PoolKey::parse(pool).filter(|key| watched(&key.namespace)) else { continue };
             if self.shared.stores.pools.store.get(&reference(&key.namespace, &key.name)).is_none() {
                 self.end_instance(id, FailureReason::InstanceGone, &format!("there is no pool {pool}")).await?;
@@ -52,24 +52,24 @@ impl Ec2Context {
         Ok(())
     }
 
-    /// Ends an instance in two phases: the record first, so that nobody claims it any more, then the machine, then
-    /// what its agent wrote. A crash in between is finished by the sweep, which ends machines of ended records.
+    /// Ends an instance: the record first, so that it cannot be claimed, then the machine, then its agent's report.
+    /// After a crash in between, the sweep terminates machines whose record has ended.
     pub async fn end_instance(&self, id: &str, reason: FailureReason, why: &str) -> Result<(), AwsError> {
-        let Some(tracked) = self.ledger.get(id) else { return Ok(()) };
-        if let Some(ended) = transition::terminate(&tracked.record, reason.as_str(), why, Timestamp::now())
+        let Some(machine) = self.ledger.get(id) else { return Ok(()) };
+        if let Some(ended) = transition::terminate(&machine.record, reason.as_str(), why, Timestamp::now())
             && let [WriteOutcome::Lost(_)] = self.ledger.apply(vec![ended]).await?[..]
         {
-            // It moved on meanwhile: what was decided is not about what it is now.
+            // The record has changed, so the decision no longer applies.
             return Ok(());
         }
-        tracing::info!(instance = id, reason = reason.as_str(), why, "ended an instance");
+        tracing::info!(instance = id, reason = reason.as_str(), why, "instance ended");
         self.machines.terminate(&[id.to_owned()]).await?;
         self.ledger.records.forget_report(id).await
     }
 }
 
-/// Where the pool's runners register.
+/// The URL that the pool's runners register with.
 fn github_url(base: &str, pool: &Ec2Pool) -> String {
-    let place = [Some(base), Some(&pool.github.owner), pool.github.repository.as_deref()];
-    place.into_iter().flatten().collect::<Vec<_>>().join("/")
+    let parts = [Some(base), Some(&pool.github.owner), pool.github.repository.as_deref()];
+    parts.into_iter().flatten().collect::<Vec<_>>().join("/")
 }

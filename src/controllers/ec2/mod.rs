@@ -30,7 +30,7 @@ use paddock_record::table_name;
 use tokio_util::sync::CancellationToken;
 
 use self::{
-    idle_queue::Pickups, launch_room::Launches, pool::at_aws, pool_memory::PoolMemory, runner_tokens::Tokens,
+    idle_queue::IdleQueues, launch_room::LaunchRoom, pool::aws_problem, pool_memory::PoolMemory, runner_tokens::Tokens,
     workflow_runs::Runs,
 };
 use super::{Error, Shared, every};
@@ -38,18 +38,18 @@ use super::{Error, Shared, every};
 /// How often all records are read again, which also finds agents that have been silent for too long.
 const LEDGER_RELOAD_PERIOD: Duration = Duration::from_secs(30);
 
-/// What the controllers of EC2 pools and their claims work with.
+/// State shared by the controllers of EC2 pools and their claims.
 pub struct Ec2Context {
     pub shared: Arc<Shared>,
     pub ledger: Arc<Ledger>,
     pub queues: Queues,
     pub machines: Machines,
-    pub pickups: Arc<Pickups>,
+    pub idle_queues: Arc<IdleQueues>,
     pub pools: PoolMemory,
-    pub launches: Arc<Launches>,
+    pub launch_room: Arc<LaunchRoom>,
     pub runs: Runs,
     pub tokens: Tokens,
-    /// Held by each claim that is being provided for.
+    /// Cloned by each claim that acquires machines; the reference count is their number.
     pub claims_under_way: Arc<()>,
     capacity_memory: Mutex<CapacityMemory>,
 }
@@ -62,11 +62,11 @@ impl Ec2Context {
         let ledger = Arc::new(Ledger::new(Records::new(aws.dynamodb, table)));
         Self {
             machines: Machines::new(aws.ec2),
-            pickups: Pickups::new(queues.clone(), ledger.clone(), shared.metrics.clone()),
+            idle_queues: IdleQueues::new(queues.clone(), ledger.clone(), shared.metrics.clone()),
             ledger,
             queues,
             pools: PoolMemory::default(),
-            launches: Arc::default(),
+            launch_room: Arc::default(),
             runs: Runs::default(),
             tokens: Tokens::default(),
             claims_under_way: Arc::default(),
@@ -75,13 +75,13 @@ impl Ec2Context {
         }
     }
 
-    /// Where EC2 had no capacity a moment ago.
+    /// Where EC2 recently had no capacity.
     pub fn capacity_memory(&self) -> MutexGuard<'_, CapacityMemory> {
         lock(&self.capacity_memory)
     }
 
-    /// How the last launch for a pool went.
-    pub fn launched(&self, pool: Option<&RunnerPool>, problem: Option<PoolProblem>) {
+    /// Stores the outcome of the last launch for a pool.
+    pub fn note_launch_outcome(&self, pool: Option<&RunnerPool>, problem: Option<PoolProblem>) {
         if let Some(pool) = pool {
             self.pools.note_launch(&PoolKey::of(pool), pool.metadata.generation, problem);
         }
@@ -105,10 +105,10 @@ async fn reload(context: &Ec2Context) -> Result<(), Error> {
     }
     let pass = async {
         context.ledger.reload().await?;
-        worker_mirror::find_strays(context);
-        context.end_strays().await
+        worker_mirror::enqueue_orphans(context);
+        context.end_orphans().await
     };
     let outcome = pass.await;
-    context.pools.note_reload(outcome.clone().err().map(at_aws));
+    context.pools.note_reload(outcome.clone().err().map(aws_problem));
     Ok(outcome?)
 }

@@ -1,5 +1,5 @@
-//! What the leader remembers of each pool between reconciliations. All of it can be lost: the next leader prepares, sweeps
-//! and sends messages once more, which does no harm.
+//! In-memory state of each pool between reconciliations. It is not persisted: the next leader prepares, sweeps and
+//! sends messages again, which is harmless.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -23,14 +23,14 @@ pub struct PoolMemory {
 
 #[derive(Default)]
 struct Memory {
-    /// When it was last compared with AWS, and which generation of it.
+    /// When it was last compared with AWS, and at which generation.
     prepared: Option<(Instant, Option<i64>)>,
     /// The last sweep, and when it began.
     sweep: Option<(Instant, JoinHandle<()>)>,
     sweep_problem: Option<PoolProblem>,
     failed_launch: Option<FailedLaunch>,
-    /// Machines whose idle message this leader has sent. The size of a queue proves nothing: a message that no claim needs
-    /// any more can stand for one that was never sent.
+    /// Machines whose idle message this leader has sent. The size of a queue is no substitute: it also counts obsolete
+    /// messages.
     sent: HashSet<String>,
 }
 
@@ -49,7 +49,7 @@ impl PoolMemory {
         act(self.pools().entry(pool.clone()).or_default())
     }
 
-    /// The pool is deleted.
+    /// For a deleted pool.
     pub fn forget(&self, pool: &PoolKey) {
         self.pools().remove(pool);
     }
@@ -65,12 +65,12 @@ impl PoolMemory {
         })
     }
 
-    /// Something that the pool has at AWS may be missing.
+    /// Makes the next reconciliation compare the pool with AWS, because a resource may be missing.
     pub fn prepare_again(&self, pool: &PoolKey) {
         self.with(pool, |memory| memory.prepared = None);
     }
 
-    /// Starts a sweep unless the last one runs still, or began within `period`.
+    /// Starts a sweep unless the last one still runs, or began within `period`.
     pub fn sweep_if_due(&self, pool: &PoolKey, period: Duration, start: impl FnOnce() -> JoinHandle<()>) {
         self.with(pool, |memory| {
             if memory.sweep.as_ref().is_none_or(|(began, sweep)| sweep.is_finished() && began.elapsed() >= period) {
@@ -87,7 +87,7 @@ impl PoolMemory {
         *lock(&self.reload_problem) = problem;
     }
 
-    /// Why the pool's machines are not looked after.
+    /// Why the upkeep of the pool's machines fails.
     pub fn upkeep_problem(&self, pool: &PoolKey) -> Option<PoolProblem> {
         lock(&self.reload_problem).clone().or_else(|| self.pools().get(pool)?.sweep_problem.clone())
     }

@@ -1,6 +1,5 @@
-//! Tokens for runners: one for each claim, for as long as it waits for machines. Claims of the same moment share one:
-//! GitHub counts requests, and a burst of claims must not spend what is there for an hour. It is sealed to each machine
-//! by itself, whoever else has it.
+//! Runner tokens, cached per claim while it waits for machines. Concurrent claims share one, so that a burst of claims
+//! does not exhaust GitHub's hourly rate limit. A token is sealed to each machine separately.
 
 use std::time::Duration;
 
@@ -8,11 +7,11 @@ use futures::FutureExt;
 use paddock_effects::cache::ExpiringCache;
 use secrecy::SecretString;
 
-/// GitHub lets a registration token live for an hour; a machine that got one late has time left to use it.
-const KEPT_FOR: Duration = Duration::from_secs(30 * 60);
+/// How long a claim keeps its token. It is valid for an hour, so a machine that gets it late still has time to use it.
+const CLAIM_TOKEN_TTL: Duration = Duration::from_secs(30 * 60);
 
-/// How long a token is given to other claims.
-const SHARED_FOR: Duration = Duration::from_secs(5);
+/// How long a token is shared with other claims.
+const SHARED_TOKEN_TTL: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TokenKind {
@@ -20,7 +19,7 @@ pub enum TokenKind {
     Removal,
 }
 
-/// Claims whose token is cached; one that is displaced gets another.
+/// Maximum cached tokens; an evicted claim requests another.
 const CACHED_TOKENS: usize = 4096;
 
 pub struct Tokens {
@@ -29,7 +28,7 @@ pub struct Tokens {
     shared: ExpiringCache<TokenKey, SecretString>,
 }
 
-/// Namespace and Secret, where its runners register, and what for.
+/// Namespace, Secret, the scope where runners register, and the token's kind.
 pub type TokenKey = (String, String, String, TokenKind);
 
 impl Default for Tokens {
@@ -39,26 +38,26 @@ impl Default for Tokens {
 }
 
 impl Tokens {
-    /// The token that claims of the same moment share, or a new one.
+    /// The token shared by concurrent claims, or a new one.
     pub async fn share<E: Send>(
         &self,
-        place: TokenKey,
+        key: TokenKey,
         new: impl Future<Output = Result<SecretString, E>> + Send,
     ) -> Result<SecretString, E> {
-        self.shared.get_or_fetch(place, async { Ok((new.await?, SHARED_FOR)) }.boxed()).await
+        self.shared.get_or_fetch(key, async { Ok((new.await?, SHARED_TOKEN_TTL)) }.boxed()).await
     }
 
-    /// The claim's registration token: its own, while it waits for machines.
+    /// The claim's registration token, cached while it waits for machines.
     pub async fn registration<E: Send>(
         &self,
         uid: String,
-        place: TokenKey,
+        key: TokenKey,
         new: impl Future<Output = Result<SecretString, E>> + Send,
     ) -> Result<SecretString, E> {
-        self.own.get_or_fetch(uid, async { Ok((self.share(place, new).await?, KEPT_FOR)) }.boxed()).await
+        self.own.get_or_fetch(uid, async { Ok((self.share(key, new).await?, CLAIM_TOKEN_TTL)) }.boxed()).await
     }
 
-    /// The claim needs its token no more, or GitHub did not accept it.
+    /// Drops the claim's token, when it is no longer needed or GitHub did not accept it.
     pub async fn forget(&self, uid: &str) {
         self.own.invalidate(&uid.to_owned()).await;
     }
@@ -73,9 +72,9 @@ mod tests {
     #[tokio::test]
     async fn claims_of_the_same_moment_share_a_token_and_a_failure_is_not_shared() {
         let tokens = Tokens::default();
-        let place = |kind| ("ci".to_owned(), "app".to_owned(), "acme".to_owned(), kind);
-        let share = |kind, text: &'static str| tokens.share(place(kind), async move { Ok::<_, ()>(text.into()) });
-        let failed = tokens.share(place(TokenKind::Registration), async { Err("down") }).await;
+        let key = |kind| ("ci".to_owned(), "app".to_owned(), "acme".to_owned(), kind);
+        let share = |kind, text: &'static str| tokens.share(key(kind), async move { Ok::<_, ()>(text.into()) });
+        let failed = tokens.share(key(TokenKind::Registration), async { Err("down") }).await;
         assert_eq!(failed.unwrap_err(), "down");
         let (first, second) =
             tokio::join!(share(TokenKind::Registration, "one"), share(TokenKind::Registration, "two"));

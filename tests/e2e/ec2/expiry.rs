@@ -1,4 +1,4 @@
-//! Machines whose time is up end, through the operator or by themselves.
+//! Expired machines are terminated by the operator or shut themselves down.
 
 use anyhow::{Context, Result, ensure};
 use jiff::Timestamp;

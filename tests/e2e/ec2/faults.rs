@@ -84,7 +84,7 @@ pub async fn drift_at_aws_is_repaired(world: &World) -> Result<()> {
     pool.cloud.delete_template(&template).await?;
     // One sweep finds that the queue is missing, a later one that the machine's message is.
     world.until_true("the queue exists again", async || pool.cloud.has_queue(&queue).await).await?;
-    let queued = async || Ok(pool.cloud.offers(&queue).await?.contains(&idle));
+    let queued = async || Ok(pool.cloud.queued_ids(&queue).await?.contains(&idle));
     world.until_true("the queue has a message for the machine again", queued).await?;
     let another = |status: &RunnerPoolStatus| {
         status.launch_template.as_ref().is_some_and(|now| now.id != template) && pool_why(status).0 == "Ready"

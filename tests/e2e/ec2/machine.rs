@@ -44,7 +44,7 @@ pub async fn i4_a_machine_that_never_comes_up_fails_the_claim(world: &World) -> 
     pool.until_record(&warm, "idle", is_pooled).await?;
     let queue = pool.queue().await?;
     world
-        .until_true("the queue has a message for it", async || Ok(pool.cloud.offers(&queue).await?.contains(&warm)))
+        .until_true("the queue has a message for it", async || Ok(pool.cloud.queued_ids(&queue).await?.contains(&warm)))
         .await?;
     pool.release("build").await?;
     pool.clean_up().await

@@ -5,7 +5,7 @@ use paddock::api::{ANNOTATION_JOB_RUNNER, ANNOTATION_RUN_STATE, ClaimPhase, Owne
 use paddock_bed::{
     github::{JobRequest, signature},
     stage::WEBHOOK_SECRET,
-    wait::{Look, Wait},
+    wait::{Check, Wait},
 };
 use reqwest::StatusCode;
 use serde_json::{Value, json};
@@ -192,7 +192,7 @@ pub async fn a_follower_takes_webhooks_and_secrets_rotate(world: &World) -> Resu
     std::fs::write(&file, "")?;
     let noticed = async || {
         ensure!(accepts("new").await?, "an empty file changes nothing");
-        Ok(follower.log().contains("its last good content holds"))
+        Ok(follower.log().contains("keeping the last valid content"))
     };
     world.until_true("the follower logs the empty file", noticed).await?;
     ensure!(!accepts("old").await? && !accepts("").await?, "an empty file accepts no other secret");
@@ -237,8 +237,8 @@ pub async fn webhooks_refused_without_api_server_are_recovered(world: &World) ->
         let of_job = deliveries.iter().find(|delivery| delivery.body.contains(&format!("\"id\":{job},")));
         let outcome = of_job.and_then(|delivery| delivery.outcome.as_ref());
         Ok(match outcome.filter(|outcome| outcome.status_code >= 500) {
-            Some(_) => Look::Found(()),
-            None => Look::NotYet(format!("{:?}", deliveries.last())),
+            Some(_) => Check::Found(()),
+            None => Check::NotYet(format!("{:?}", deliveries.last())),
         })
     };
     // Not the world's wait: an operator that exits cannot be restarted without an API server.

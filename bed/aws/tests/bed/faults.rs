@@ -20,7 +20,7 @@ fn on_put(table: &str, effect: Effect) -> Rule {
     Rule::on(Service::DynamoDb, "PutItem", effect).containing(table)
 }
 
-/// Puts under a rule that keeps the answer back: the call comes to the front, and no answer to the client.
+/// Puts an item under a rule that drops the response: the call reaches the front end, the client gets no answer.
 async fn put_in_vain(aws: &Aws, client: &Client, table: &'static str, id: &'static str, rule: Rule) {
     let rule = aws.add_fault(rule);
     let client = client.clone();

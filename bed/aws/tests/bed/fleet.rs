@@ -27,7 +27,7 @@ pub async fn template(aws: &Aws, name: &str, script: &str) {
     assert_eq!(status, 200, "{text}");
 }
 
-/// A fleet of `count` out of a template, one override for each of these (subnet, field, value).
+/// A fleet of `count` from a template, with one override for each (subnet, field, value).
 pub async fn fleet(
     aws: &Aws,
     template: &str,
@@ -52,7 +52,7 @@ pub async fn fleet(
     ec2(aws, "CreateFleet", &fields).await
 }
 
-/// The instance ids of a fleet's answer.
+/// The instance ids of a fleet's response.
 pub fn ids(answer: &str) -> Vec<String> {
     texts(answer, "item").into_iter().filter(|text| text.starts_with("i-")).collect()
 }
@@ -151,7 +151,7 @@ pub async fn fleet_below_its_minimum_launches_nothing(aws: &Aws) {
     let (_, text) = fleet(aws, "minimum", 3, &[(&subnet, choice)], &all).await;
     assert_eq!((ids(&text).len(), texts(&text, "errorCode").len()), (0, 1), "{text}");
     let (_, text) = fleet(aws, "minimum", 2, &[(&subnet, choice)], &[]).await;
-    assert_eq!(ids(&text).len(), 2, "what was not launched is still to be had: {text}");
+    assert_eq!(ids(&text).len(), 2, "what was not launched is still available: {text}");
 }
 
 pub async fn tags_come_from_template_and_fleet(aws: &Aws) {
@@ -219,7 +219,7 @@ pub async fn user_data_over_16_kib_is_refused(aws: &Aws) {
     assert_eq!((status, texts(&text, "Code")), (400, vec!["InvalidParameterValue".to_owned()]));
 }
 
-/// Amazon's own client for Python comes with moto: what it reads, other clients read.
+/// boto3 comes with moto and checks that other clients can parse the responses too.
 pub async fn boto3_reads_the_answer(aws: &Aws) {
     template(aws, "boto", "").await;
     aws.set_capacity(limit("*", "m7i.large", None, 1));

@@ -28,17 +28,17 @@ async fn launch_again(aws: &Aws, name: &str, spot: bool) -> String {
     ids(&text).pop().unwrap_or_else(|| panic!("{text}"))
 }
 
-/// Machines run every instance there is, those of other tests too: one test at a time.
+/// Machines run the instances of all tests, so these tests run one at a time.
 async fn start(aws: &Aws, options: Options) -> (MutexGuard<'static, ()>, Machines) {
-    static TURN: Mutex<()> = Mutex::const_new(());
-    (TURN.lock().await, Machines::start(aws, options).unwrap())
+    static MACHINES_LOCK: Mutex<()> = Mutex::const_new(());
+    (MACHINES_LOCK.lock().await, Machines::start(aws, options).unwrap())
 }
 
 fn state(aws: &Aws, id: &str) -> InstanceState {
     aws.instances().into_iter().find(|instance| instance.id == id).unwrap().state
 }
 
-/// Whether a process with these words in its command line lives. Zombies have none.
+/// Whether a process with these words in its command line is running. A zombie's command line is empty.
 fn lives(words: &str) -> bool {
     let processes = fs::read_dir("/proc").unwrap().filter_map(Result::ok);
     let mut lines = processes.filter_map(|process| fs::read(process.path().join("cmdline")).ok());

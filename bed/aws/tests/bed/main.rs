@@ -1,5 +1,5 @@
-//! The test bed tested: one AWS for all, started by the first test that needs it and gone when the last has ended.
-//! Tests run side by side, so each has tables, queues, templates and zones of its own.
+//! Tests of the AWS part of the bed. All share one emulated AWS, started by the first test and stopped after the last.
+//! They run in parallel, so each has its own tables, queues, templates and zones.
 
 mod admin;
 mod faults;

@@ -14,7 +14,7 @@ async fn queue(aws: &Aws, name: &str, bodies: &[&str]) -> (Client, String) {
     let url = client.create_queue().queue_name(name).send().await.unwrap().queue_url.unwrap();
     for body in bodies {
         client.send_message().queue_url(&url).message_body(*body).send().await.unwrap();
-        // ElasticMQ keeps the order of messages by the millisecond.
+        // ElasticMQ orders messages by millisecond.
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     (client, url)

@@ -22,7 +22,7 @@ pub async fn exists(client: &Client, table: &str, id: &str) -> bool {
     get.send().await.unwrap().item.is_some()
 }
 
-/// Every claim of Paddock rests on this: of those who write on the same condition, one wins.
+/// Every claim relies on this: of several writes with the same condition, exactly one succeeds.
 pub async fn conditional_writers_race_and_exactly_one_wins(aws: &Aws) {
     let client = table(aws, "race").await;
     for round in 0..100 {

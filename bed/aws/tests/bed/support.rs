@@ -1,4 +1,4 @@
-//! What the tests share: the AWS, its clients, and a way to wait.
+//! Shared by the tests: the emulated AWS, its clients, and waiting.
 
 use std::{
     future::Future,
@@ -17,12 +17,12 @@ use roxmltree::Document;
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
-/// Longer than anything takes on a slow machine; a test that waits this long has failed.
+/// Far longer than any step takes, even on a slow machine.
 const DEADLINE: Duration = Duration::from_secs(180);
 
 static AWS: Mutex<Option<(Arc<Aws>, TempDir)>> = Mutex::new(None);
 
-/// Runs a test on a runtime of its own against the shared AWS.
+/// Runs a test on its own runtime against the shared AWS.
 pub fn run(test: impl AsyncFnOnce(&Aws)) {
     let runtime = Runtime::new().unwrap();
     let aws = {
@@ -37,21 +37,21 @@ pub fn run(test: impl AsyncFnOnce(&Aws)) {
     runtime.block_on(test(&aws));
 }
 
-/// Removes `dir` when this program ends, also if it is killed: the janitor sees the end of a pipe.
+/// Removes `dir` when this program ends, even if it is killed: the janitor process sees a pipe close.
 fn clean_up_after_us(dir: &Path) {
     let mut janitor = Command::new("sh");
     janitor.args(["-c", r#"cat; rm -rf "$0""#]).arg(dir).stdin(Stdio::piped()).process_group(0);
     janitor.stdout(Stdio::null()).stderr(Stdio::null());
-    // The pipe stays open for as long as the program lives.
+    // The pipe stays open until the program ends.
     std::mem::forget(janitor.spawn().unwrap().stdin);
 }
 
-/// Ends the shared AWS and removes its files.
+/// Stops the shared AWS and removes its files.
 pub fn stop() {
     AWS.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
 }
 
-/// A client configuration that shows every fault: no retries. The SDK's own limit for a connection is a few seconds.
+/// A client configuration without retries, so that faults are visible. The default connect timeout is a few seconds.
 pub fn config(aws: &Aws) -> SdkConfig {
     SdkConfig::builder()
         .behavior_version(BehaviorVersion::latest())
@@ -67,21 +67,21 @@ pub fn http() -> reqwest::Client {
     reqwest::Client::builder().no_proxy().build().unwrap()
 }
 
-/// An EC2 request; the answer's status and text.
+/// Sends an EC2 request; returns the status and the body.
 pub async fn ec2(aws: &Aws, action: &str, fields: &[(&str, &str)]) -> (u16, String) {
     let form: Vec<_> = [("Action", action), ("Version", "2016-11-15")].iter().chain(fields).copied().collect();
     let answer = http().post(aws.endpoint()).form(&form).send().await.unwrap();
     (answer.status().as_u16(), answer.text().await.unwrap())
 }
 
-/// The texts of all elements of that name, in order.
+/// The texts of all elements with this name, in order.
 pub fn texts(xml: &str, name: &str) -> Vec<String> {
     let document = Document::parse(xml).unwrap_or_else(|error| panic!("{error}: {xml}"));
     let found = document.descendants().filter(|node| node.tag_name().name() == name);
     found.filter_map(|node| Some(node.text()?.to_owned())).collect()
 }
 
-/// Asks until the answer is there.
+/// Polls until there is a result.
 pub async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, mut ask: impl FnMut() -> F) -> T {
     let found = Wait::at_most(DEADLINE).until(what, async || Ok(ask().await)).await;
     found.unwrap_or_else(|error| panic!("{error:#}"))

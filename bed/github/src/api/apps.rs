@@ -23,7 +23,7 @@ use crate::{
     world::{World, secret},
 };
 
-/// Installation tokens live an hour.
+/// Installation tokens expire after an hour.
 const TOKEN_LIFE: Duration = Duration::from_secs(3600);
 
 fn installation_of(world: &World, app: u64, id: u64) -> Result<&Installation, Refusal> {
@@ -196,7 +196,7 @@ pub struct Cursor {
     status: Option<String>,
 }
 
-/// The members that the list and the single delivery share.
+/// The fields that the list and the single delivery share.
 fn delivery_json(delivery: &Delivery) -> Map<String, Value> {
     let outcome = delivery.outcome.as_ref();
     let value = json!({
@@ -216,7 +216,7 @@ fn delivery_json(delivery: &Delivery) -> Map<String, Value> {
     value.as_object().cloned().unwrap_or_default()
 }
 
-/// Newest first; the cursor names the delivery after which the next page begins.
+/// Newest first; the cursor is the last delivery of the previous page.
 pub async fn deliveries(State(hub): State<Arc<Hub>>, By(caller): By, Query(at): Query<Cursor>, uri: Uri) -> Answer {
     let source = HookSource::App(caller.app()?);
     let after = at.cursor.as_ref().map(|cursor| cursor.strip_prefix("v1_").and_then(|id| id.parse::<u64>().ok()));
@@ -246,7 +246,7 @@ pub async fn deliveries(State(hub): State<Arc<Hub>>, By(caller): By, Query(at): 
     Ok(linked(Json(page).into_response(), link))
 }
 
-/// The App's own delivery of that id.
+/// The App's delivery with this id.
 fn delivery_of(world: &World, app: u64, id: u64) -> Result<&Delivery, Refusal> {
     let hook = world.hooks.iter().find(|hook| hook.source == HookSource::App(app));
     let delivery = world.deliveries.iter().find(|delivery| delivery.id == id && !delivery.held);
@@ -272,10 +272,10 @@ pub async fn delivery(State(hub): State<Arc<Hub>>, By(caller): By, Path(id): Pat
 
 pub async fn redeliver(State(hub): State<Arc<Hub>>, By(caller): By, Path(id): Path<u64>) -> Answer {
     let app = caller.app()?;
-    let parcel = hub.note(|world, now| {
+    let delivery = hub.note(|world, now| {
         delivery_of(world, app, id)?;
         world.redeliver(id, now).ok_or_else(Refusal::not_found)
     })?;
-    hub.send([parcel]);
+    hub.send([delivery]);
     Ok((StatusCode::ACCEPTED, Json(json!({}))).into_response())
 }

@@ -1,4 +1,4 @@
-//! GitHub's REST API, as far as the operator, its agents and their users need it.
+//! The subset of GitHub's REST API that the operator, its agents and their users need.
 
 mod apps;
 mod groups;
@@ -30,7 +30,7 @@ pub const DOCS: &str = "https://docs.github.com/rest";
 
 pub type Answer = Result<Response, Refusal>;
 
-/// A request that is not granted, with GitHub's words for why.
+/// A refused request, with GitHub's own message.
 #[derive(Debug)]
 pub struct Refusal {
     status: StatusCode,
@@ -81,7 +81,7 @@ pub fn linked(mut answer: Response, link: Option<String>) -> Response {
     answer
 }
 
-/// The address of a list without its place in the pages.
+/// The URL of a list without its page parameters.
 pub fn page_url(hub: &Hub, uri: &Uri) -> String {
     let path = uri.path().strip_prefix(gate::PREFIX).unwrap_or(uri.path());
     let place = ["page=", "per_page=", "cursor="];
@@ -92,7 +92,7 @@ pub fn page_url(hub: &Hub, uri: &Uri) -> String {
     if query.is_empty() { base } else { format!("{base}?{}", query.join("&")) }
 }
 
-/// A JSON body, refused in GitHub's words when it is none or does not fit.
+/// A JSON body; invalid ones are refused with GitHub's own message.
 pub struct Body<T>(pub T);
 
 impl<T: DeserializeOwned> FromRequest<Arc<Hub>> for Body<T> {
@@ -109,7 +109,7 @@ impl<T: DeserializeOwned> FromRequest<Arc<Hub>> for Body<T> {
     }
 }
 
-/// Whoever calls; nobody without credentials gets this far.
+/// The authenticated caller.
 pub struct By(pub Caller);
 
 impl FromRequestParts<Arc<Hub>> for By {
@@ -121,7 +121,7 @@ impl FromRequestParts<Arc<Hub>> for By {
     }
 }
 
-/// The organisation or repository of the path, which exists and which the caller may touch, and the ids in the path.
+/// The organisation or repository in the path, which exists and which the caller may access, and the ids in the path.
 pub struct At {
     pub scope: Scope,
     pub ids: HashMap<String, u64>,
@@ -218,7 +218,7 @@ pub fn router(hub: &Arc<Hub>) -> Router<Arc<Hub>> {
         .layer(from_fn_with_state(Arc::clone(hub), gate::in_flight))
 }
 
-/// A route that the simulator lacks is no answer of GitHub's: a test that validates hears of it.
+/// A route that the simulator does not implement is reported as a violation.
 async fn unknown(State(hub): State<Arc<Hub>>, method: Method, uri: Uri) -> Refusal {
     if let Some(checker) = &hub.checker {
         checker.not_simulated(method.as_str(), uri.path().strip_prefix(gate::PREFIX).unwrap_or(uri.path()));

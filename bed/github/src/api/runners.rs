@@ -1,4 +1,4 @@
-//! Self-hosted runners, of an organisation or of a repository: the same calls below either.
+//! Self-hosted runners of an organisation or a repository; both have the same routes.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,7 +21,7 @@ use crate::{
     world::secret,
 };
 
-/// Registration and remove tokens live an hour.
+/// Registration and remove tokens expire after an hour.
 const TOKEN_LIFE: Duration = Duration::from_secs(3600);
 
 #[derive(Deserialize)]

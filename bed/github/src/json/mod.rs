@@ -1,4 +1,4 @@
-//! The simulator's objects in the JSON that GitHub's API and webhooks speak: owners, repositories, Apps.
+//! The simulator's objects as JSON of GitHub's API and webhooks: owners, repositories, Apps.
 
 mod runs;
 
@@ -19,7 +19,7 @@ fn object(value: Value) -> Map<String, Value> {
     }
 }
 
-/// Adds `<key>_url` members that all hang below one address.
+/// Adds `<key>_url` members below one base URL.
 fn urls(map: &mut Map<String, Value>, base: &str, suffixes: &[(&str, &str)]) {
     for (key, suffix) in suffixes {
         map.insert(format!("{key}_url"), json!(format!("{base}{suffix}")));

@@ -1,4 +1,4 @@
-//! Groups, runners, jobs, runs, and the webhooks that tell of them.
+//! Groups, runners, jobs, runs, and their webhooks.
 
 use jiff::Timestamp;
 use serde_json::{Map, Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::{node_id, object};
 use crate::{clock::stamp, model::*, world::World};
 
-/// The commit that every run is for: runs differ, their content does not matter here.
+/// The commit of every run.
 const HEAD_SHA: &str = "0123456789abcdef0123456789abcdef01234567";
 
 impl World {
@@ -42,7 +42,7 @@ impl World {
             "id": runner.id,
             "name": runner.name,
             "os": runner.os,
-            "status": if runner.online(now, self.patience.offline_after) { "online" } else { "offline" },
+            "status": if runner.online(now, self.timeouts.offline_after) { "online" } else { "offline" },
             "busy": runner.job.is_some(),
             "ephemeral": runner.ephemeral,
             "labels": runner.labels.iter().enumerate().map(label).collect::<Vec<_>>(),
@@ -143,7 +143,7 @@ impl World {
         map.into()
     }
 
-    /// What every webhook of a repository carries.
+    /// The fields that every webhook of a repository has.
     fn payload(&self, action: &str, repository: u64) -> Map<String, Value> {
         let repository = self.repository_by_id(repository);
         let owner = self.owner(&repository.owner).expect("a repository has an owner");

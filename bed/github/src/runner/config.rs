@@ -48,7 +48,7 @@ pub async fn configure(options: &Options<'_>) -> Outcome {
     }
     println!("√ Runner successfully added\n√ Runner connection is good");
     let mut registered: files::Files = answer.json().await.map_err(|error| error.to_string())?;
-    // The server may know itself by another address than the one that leads there from here.
+    // The server's own address may differ from the one that is reachable from here.
     registered.settings.server_url = server.to_owned();
     registered.settings.git_hub_url = url.to_owned();
     files::write(dir, &registered).map_err(|error| format!("Cannot save the settings: {error}"))?;
@@ -87,7 +87,7 @@ fn split(url: &str) -> Option<(&str, &str)> {
     (!path.is_empty() && path.split('/').count() <= 2).then_some((&url[..slash], path))
 }
 
-/// The label that GitHub gives to this kind of processor.
+/// GitHub's label for this CPU architecture.
 fn architecture() -> &'static str {
     match std::env::consts::ARCH {
         "x86_64" => "X64",

@@ -1,4 +1,4 @@
-//! The files in which a runner keeps its registration, with the names and members that the real one uses.
+//! The runner's registration files, with the names and fields of the real runner.
 
 use std::{collections::BTreeMap, fs, io, path::Path};
 

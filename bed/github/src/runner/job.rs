@@ -1,4 +1,4 @@
-//! The work of a job: its script, or the passing of its time.
+//! Runs a job: its script, or a wait for its duration.
 
 use std::{fs, process::Stdio, time::Duration};
 
@@ -11,7 +11,7 @@ use tokio::process::Command;
 use super::files::Settings;
 use crate::{Conclusion, protocol::Assignment};
 
-/// Runs the job. Dropping this kills what it started.
+/// Runs the job. Dropping the future kills its processes.
 pub async fn run(job: &Assignment, settings: &Settings) -> Conclusion {
     let Some(script) = &job.script else {
         match job.duration_ms {
@@ -53,7 +53,7 @@ pub async fn run(job: &Assignment, settings: &Settings) -> Conclusion {
     }
 }
 
-/// Kills the job's process group in the end: like the real runner, nothing that a job started outlives it.
+/// Kills the job's process group on drop: as with the real runner, no process outlives its job.
 struct Family(Option<u32>);
 
 impl Drop for Family {
@@ -64,7 +64,7 @@ impl Drop for Family {
     }
 }
 
-/// The runner's own word for an outcome.
+/// The runner's name for an outcome.
 pub fn result(conclusion: Conclusion) -> &'static str {
     match conclusion {
         Conclusion::Success => "Succeeded",

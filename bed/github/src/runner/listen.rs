@@ -1,4 +1,4 @@
-//! `run.sh`: the session with GitHub, one job after the other.
+//! `run.sh`: the session with GitHub, one job at a time.
 
 use std::{path::Path, time::Duration};
 
@@ -11,11 +11,11 @@ use crate::{
     protocol::{Assignment, Ending},
 };
 
-/// The pause before a lost connection is tried again.
-const RETRY: Duration = Duration::from_millis(500);
+/// The pause before a lost connection is retried.
+const CONNECT_RETRY: Duration = Duration::from_millis(500);
 
-/// How long the server may take for a goodbye; less than the agent waits for the runner's end.
-const GOODBYE: Duration = Duration::from_secs(30);
+/// How long closing the session may take; less than the agent waits for the runner to exit.
+const CLOSE_SESSION_TIMEOUT: Duration = Duration::from_secs(30);
 
 const DELETED: &str = "Failed to create a session. The runner registration has been deleted from the server, please \
     re-configure. Runner registrations are automatically deleted for runners that have not connected to the service \
@@ -39,7 +39,7 @@ pub async fn run_jit(config: &str) -> Outcome {
 
 #[derive(PartialEq, Eq)]
 enum Ended {
-    /// An ephemeral runner has had its job.
+    /// An ephemeral runner has run its job.
     JobDone,
     Stopped,
 }
@@ -59,7 +59,7 @@ impl Stop {
     }
 }
 
-/// The way to the server, with the runner's credentials.
+/// The connection to the server, with the runner's credentials.
 struct Link {
     http: Client,
     files: files::Files,
@@ -70,7 +70,7 @@ struct Listener {
     stop: Stop,
 }
 
-fn say(text: &str) {
+fn log(text: &str) {
     println!("{}: {text}", jiff::Timestamp::now().strftime("%Y-%m-%d %H:%M:%SZ"));
 }
 
@@ -86,7 +86,7 @@ impl Listener {
             return Ok(Ended::Stopped);
         }
         println!("\n√ Connected to GitHub\n\nCurrent runner version: '{VERSION}'");
-        say("Listening for Jobs");
+        log("Listening for Jobs");
         loop {
             let poll = persistent(|| self.link.request(Method::GET, "/message"));
             let answer = tokio::select! {
@@ -109,19 +109,19 @@ impl Listener {
                         self.link.leave().await;
                         return Ok(Ended::Stopped);
                     }
-                    say("Listening for Jobs");
+                    log("Listening for Jobs");
                 }
                 StatusCode::GONE => return Err(DELETED.into()),
-                // The server took this runner for gone and forgot its session.
+                // The server considered this runner offline and dropped its session.
                 StatusCode::CONFLICT if !self.connect().await? => return Ok(Ended::Stopped),
                 _ => {}
             }
         }
     }
 
-    /// Opens the session; false when asked to stop meanwhile. Another session of the same runner is waited for.
+    /// Opens the session, waiting for another session of this runner to end; returns false if asked to stop meanwhile.
     async fn connect(&mut self) -> Result<bool, String> {
-        let mut told = false;
+        let mut logged = false;
         loop {
             let attempt = persistent(|| self.link.request(Method::POST, "/session"));
             let answer = tokio::select! {
@@ -131,12 +131,12 @@ impl Listener {
             match answer.status() {
                 StatusCode::GONE => return Err(DELETED.into()),
                 StatusCode::CONFLICT => {
-                    if !told {
-                        say("A session for this runner already exists.");
+                    if !logged {
+                        log("A session for this runner already exists.");
                     }
-                    told = true;
+                    logged = true;
                     tokio::select! {
-                        () = tokio::time::sleep(RETRY) => {}
+                        () = tokio::time::sleep(CONNECT_RETRY) => {}
                         () = self.stop.asked() => return Ok(false),
                     }
                 }
@@ -145,9 +145,9 @@ impl Listener {
         }
     }
 
-    /// Runs one job to its end, its cancellation, or the runner's own; true when asked to stop.
+    /// Runs one job until it ends, is cancelled, or the runner stops; returns true if asked to stop.
     async fn work(&mut self, assignment: Assignment) -> bool {
-        say(&format!("Running job: {}", assignment.name));
+        log(&format!("Running job: {}", assignment.name));
         let mut stopped = false;
         let conclusion = tokio::select! {
             conclusion = job::run(&assignment, &self.link.files.settings) => conclusion,
@@ -159,7 +159,7 @@ impl Listener {
         };
         let path = format!("/jobs/{}/finish", assignment.id);
         persistent(|| self.link.request(Method::POST, &path).json(&Ending { conclusion })).await;
-        say(&format!("Job {} completed with result: {}", assignment.name, job::result(conclusion)));
+        log(&format!("Job {} completed with result: {}", assignment.name, job::result(conclusion)));
         stopped
     }
 }
@@ -170,7 +170,7 @@ impl Link {
         self.http.request(method, url).bearer_auth(&self.files.credentials.data.client_id)
     }
 
-    /// Waits for the word that the job is to end before its time.
+    /// Waits until the server asks to stop the job early.
     async fn order(&self, job: u64) -> Conclusion {
         let path = format!("/jobs/{job}/order");
         loop {
@@ -187,11 +187,11 @@ impl Link {
     }
 
     async fn leave(&self) {
-        let _ = self.request(Method::DELETE, "/session").timeout(GOODBYE).send().await;
+        let _ = self.request(Method::DELETE, "/session").timeout(CLOSE_SESSION_TIMEOUT).send().await;
     }
 }
 
-/// Tries until the server has a word for the runner: yes, gone, or a conflict. Everything else passes.
+/// Retries until the server gives a definite answer: success, gone, or a conflict.
 async fn persistent(request: impl Fn() -> RequestBuilder) -> Response {
     let mut lost = false;
     loop {
@@ -201,17 +201,17 @@ async fn persistent(request: impl Fn() -> RequestBuilder) -> Response {
                     || [StatusCode::GONE, StatusCode::CONFLICT].contains(&answer.status()) =>
             {
                 if lost {
-                    say("Runner reconnected.");
+                    log("Runner reconnected.");
                 }
                 return answer;
             }
             failure => {
                 if !lost {
                     let why = failure.map_or_else(|error| error.to_string(), |answer| answer.status().to_string());
-                    say(&format!("Runner connect error: {why}. Retrying until reconnected."));
+                    log(&format!("Runner connect error: {why}. Retrying until reconnected."));
                 }
                 lost = true;
-                tokio::time::sleep(RETRY).await;
+                tokio::time::sleep(CONNECT_RETRY).await;
             }
         }
     }

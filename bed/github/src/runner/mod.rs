@@ -1,4 +1,4 @@
-//! The stand-in for GitHub's Actions runner: the same commands, files and words as `config.sh` and `run.sh`, against
+//! The stand-in for GitHub's Actions runner: the same commands, files and output as `config.sh` and `run.sh`, against
 //! the simulator.
 
 mod config;
@@ -10,7 +10,7 @@ use std::{fs, io, path::Path, process::ExitCode};
 
 use paddock_bed_process::write_program;
 
-/// The version that the stand-in claims to be.
+/// The version that the stand-in reports.
 pub const VERSION: &str = "2.330.0";
 
 const USAGE: &str = "Commands:
@@ -40,7 +40,7 @@ pub fn main(mut args: Vec<String>) -> ExitCode {
             _ => Err(USAGE.into()),
         }
     });
-    // What still runs in the background (an open long poll) must not hold up the end.
+    // Background tasks, such as an open long poll, must not delay the exit.
     runtime.shutdown_background();
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -51,8 +51,7 @@ pub fn main(mut args: Vec<String>) -> ExitCode {
     }
 }
 
-/// Options that come as `ACTIONS_RUNNER_INPUT_<NAME>`, where a command line would show them to everybody. They follow
-/// the arguments, which count first.
+/// Options from `ACTIONS_RUNNER_INPUT_<NAME>`, which keeps secrets off the command line. Arguments take precedence.
 fn inputs(variables: impl Iterator<Item = (String, String)>) -> Vec<String> {
     let option = |(name, value): (String, String)| {
         let name = name.strip_prefix("ACTIONS_RUNNER_INPUT_")?;
@@ -63,10 +62,10 @@ fn inputs(variables: impl Iterator<Item = (String, String)>) -> Vec<String> {
 
 type Outcome = Result<(), String>;
 
-/// The real runner takes any option from the environment too, under this name: no secret need be on a command line.
+/// The real runner's prefix for options in the environment.
 const INPUT: &str = "ACTIONS_RUNNER_INPUT_";
 
-/// `--name value` and `--flag`, the real runner's way.
+/// `--name value` and `--flag`, like the real runner.
 struct Options<'a>(&'a [&'a str]);
 
 impl Options<'_> {

@@ -1,4 +1,4 @@
-//! Apps, installations, tokens, and who may see what.
+//! Apps, installations, tokens, and access control.
 
 use std::time::Duration;
 
@@ -67,7 +67,7 @@ async fn an_installation_token_lives_an_hour() {
     assert!((before + 3600..=after + 3600).contains(&expiry.as_second()), "{}", made.body);
     let bed = Bed { token: made.body["token"].as_str().unwrap().to_owned(), ..bed };
     assert_eq!(bed.get("/orgs/acme/actions/runners").await.status, 200);
-    // The test itself takes its time: some minutes are left for it.
+    // A few minutes are left, because the test itself takes time.
     bed.github.advance(Duration::from_secs(3300));
     assert_eq!(bed.get("/orgs/acme/actions/runners").await.status, 200);
     bed.github.advance(Duration::from_secs(301));

@@ -11,7 +11,7 @@ use paddock_bed_github::{App, GitHub, JobRequest, Options};
 use serde_json::{Value, json};
 use tokio::sync::{Mutex, mpsc};
 
-/// Longer than anything that works takes, on a slow machine too.
+/// Far longer than any step takes, even on a slow machine.
 pub const DEADLINE: Duration = Duration::from_secs(180);
 
 pub struct Bed {
@@ -37,7 +37,7 @@ impl Answer {
         self.headers.get(name).map_or("", |value| value.to_str().unwrap())
     }
 
-    /// The address of the next page.
+    /// The URL of the next page.
     pub fn next(&self) -> Option<String> {
         let link = self.header("link").split(", ").find(|link| link.ends_with("rel=\"next\""))?;
         Some(link[1..link.find('>')?].to_owned())
@@ -78,7 +78,7 @@ impl Bed {
         answer.body["token"].as_str().unwrap().to_owned()
     }
 
-    /// `path` is an API path, or a whole address as links have it.
+    /// `path` is an API path, or a full URL from a link.
     pub async fn try_call(
         &self,
         token: &str,
@@ -132,17 +132,17 @@ impl Bed {
         JobRequest { owner: "acme".into(), repo: "app".into(), labels, ..JobRequest::default() }
     }
 
-    /// Everything that passed must have been true to GitHub's schemas.
+    /// Asserts that all traffic matched GitHub's schemas.
     pub async fn finish(self) {
         assert_eq!(self.github.violations().await, [] as [String; 0]);
     }
 }
 
-/// A receiver of webhooks: it answers as told and hands on what came.
+/// A webhook receiver with a configurable status; it forwards what it receives.
 pub struct Receiver {
     pub url: String,
     received: mpsc::UnboundedReceiver<(HeaderMap, Bytes)>,
-    /// The status that it answers with; without one, it does not answer.
+    /// The response status; `None`: it does not answer.
     pub answer: Arc<Mutex<Option<StatusCode>>>,
 }
 

@@ -1,4 +1,4 @@
-//! Webhooks, what may happen to them, and the log of deliveries.
+//! Webhooks, their faults, and the delivery log.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn fault(action: &str, effect: HookEffect) -> HookFault {
     HookFault { event: Some("workflow_job".into()), action: Some(action.into()), times: Some(1), effect }
 }
 
-/// Polls the log until the delivery of this event is settled.
+/// Polls the log until the delivery of this event has ended.
 async fn logged(bed: &Bed, name: &str) -> Value {
     let start = std::time::Instant::now();
     loop {
@@ -111,7 +111,7 @@ async fn a_failed_delivery_is_not_repeated_until_somebody_asks() {
 
 #[tokio::test]
 async fn a_receiver_that_does_not_answer_is_given_up() {
-    // Time enough for a slow machine to deliver the webhook.
+    // Long enough for a slow machine to deliver the webhook.
     let options = Options { hook_timeout: Duration::from_secs(5), ..Options::default() };
     let (bed, mut receiver) = hooked(Bed::with(options).await).await;
     *receiver.answer.lock().await = None;

@@ -1,4 +1,4 @@
-//! Jobs, runs, and who takes what.
+//! Jobs, runs, and the assignment to runners.
 
 use std::{
     collections::HashSet,
@@ -164,7 +164,7 @@ async fn a_lost_runner_stays_busy_until_github_gives_its_job_up() {
     bed.finish().await;
 }
 
-/// Behind a forwarder the simulator's own address may not be reachable.
+/// Behind a forwarder the simulator's own address may be unreachable.
 #[tokio::test]
 async fn links_lead_back_to_the_address_that_was_called() {
     let listen = SocketAddr::from((Ipv4Addr::LOCALHOST, free_port().unwrap()));

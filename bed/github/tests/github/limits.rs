@@ -10,15 +10,15 @@ use crate::bed::{Bed, DEADLINE};
 
 const RUNNERS: &str = "/orgs/acme/actions/runners";
 
-/// Between two looks: those that are requests must not use up the hour's limit.
-const PAUSE: Duration = Duration::from_millis(50);
+/// The pause between polls: polls that are requests must not exhaust the hourly limit.
+const POLL_PAUSE: Duration = Duration::from_millis(50);
 
-/// Waits until the only fault has met the only request that it is for.
+/// Waits until the only fault has been applied to its only request.
 async fn fault_is_met(bed: &Bed) {
     let start = std::time::Instant::now();
     while bed.github.faults()[0].times != Some(0) {
         assert!(start.elapsed() < DEADLINE, "the request does not come");
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep(POLL_PAUSE).await;
     }
 }
 
@@ -72,12 +72,12 @@ async fn too_many_requests_at_once_meet_the_secondary_limit() {
     let start = std::time::Instant::now();
     while bed.get(RUNNERS).await.status != 403 {
         assert!(start.elapsed() < DEADLINE, "the hung request is not counted");
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep(POLL_PAUSE).await;
     }
     hung.abort();
     while bed.get(RUNNERS).await.status != 200 {
         assert!(start.elapsed() < DEADLINE, "the hung request is counted for ever");
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep(POLL_PAUSE).await;
     }
     bed.finish().await;
 }

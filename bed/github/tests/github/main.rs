@@ -1,4 +1,4 @@
-//! The simulator seen from outside: over HTTP, through webhooks, and by the stand-in's programs.
+//! Black-box tests of the simulator: HTTP, webhooks, and the stand-in's programs.
 
 mod apps;
 mod bed;

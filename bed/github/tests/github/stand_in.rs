@@ -1,4 +1,4 @@
-//! The stand-in for the Actions runner, run as the programs that a machine image and a pod have.
+//! The stand-in for the Actions runner, run as in a machine image and in a pod.
 
 use std::{
     fs,
@@ -28,7 +28,7 @@ fn script(dir: &Path, name: &str, args: &[&str]) -> Command {
     command
 }
 
-/// Runs a program that talks to the simulator of this very test.
+/// Runs a program that uses the simulator of this test.
 async fn output(mut command: Command) -> Output {
     tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap()
 }

@@ -1,5 +1,5 @@
-//! Machines for the agent to run on: each a PID namespace with files, a metadata service and a `shutdown` of its own,
-//! next to one real DynamoDB and one simulated GitHub.
+//! Simulated machines for the agent. Each is a PID namespace with its own files, metadata service and `shutdown`; all
+//! share one DynamoDB Local and one simulated GitHub.
 
 use std::{
     fs,
@@ -34,7 +34,7 @@ use paddock_record::{
     AgentConfig, Heartbeat, Instance, PublicKey, Signal, State, WorkerSignal, attribute, entity, key, stamp,
 };
 
-/// Nothing here takes this long, on a slow machine either; what does has failed.
+/// Far longer than any step takes, even on a slow machine.
 const DEADLINE: Duration = Duration::from_secs(180);
 const OWNER: &str = "acme";
 
@@ -45,16 +45,16 @@ pub struct Bed {
     dir: tempfile::TempDir,
     dynamodb: Client,
     github_token: String,
-    /// Every token that GitHub gave out.
+    /// Every token that GitHub issued.
     tokens: Mutex<Vec<String>>,
     machines: AtomicU32,
 }
 
-/// What a test may want otherwise.
+/// Per-test settings of a machine.
 pub struct Setup {
     pub script: &'static str,
     pub scrub: Option<&'static str>,
-    /// How long ago the agent first started here, and its time to be created; none: it has never run.
+    /// How long ago the agent first started, and its `created` lifetime. `None`: it has never run.
     pub age: Option<(Duration, Duration)>,
     pub table: bool,
 }
@@ -99,7 +99,7 @@ impl Bed {
         })
     }
 
-    /// Boots a machine, on which the agent runs and is started again whenever it ends.
+    /// Boots a machine that restarts the agent whenever it exits.
     pub async fn boot(&self, setup: Setup) -> Result<Machine<'_>> {
         let number = self.machines.fetch_add(1, Ordering::Relaxed);
         let (id, table) = (format!("i-{number:017x}"), format!("paddock-{number}"));
@@ -176,13 +176,13 @@ impl Machine<'_> {
                 .key_schema(KeySchemaElement::builder().attribute_name(name).key_type(kind).build()?);
         }
         match create.send().await {
-            // A call that the SDK repeats finds what its first attempt made.
+            // A retry by the SDK finds the table that the first attempt created.
             Err(error) if error.as_service_error().is_some_and(|error| error.is_resource_in_use_exception()) => Ok(()),
             made => Ok(made.map(drop)?),
         }
     }
 
-    /// Writes the record as the operator does; its threshold lies so far ahead.
+    /// Writes the record as the operator does; `threshold` is relative to now.
     pub async fn record(&self, state: State, run: &str, sealed: &str, threshold: SignedDuration) -> Result<()> {
         let mut item = key(entity::INSTANCE, &self.id);
         let texts = [
@@ -198,7 +198,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Gives the machine to a run, with a token sealed to its own key.
+    /// Assigns the machine to a run, with a token sealed to the machine's key.
     pub async fn claim(&self, run: &str) -> Result<()> {
         let sealed = self.public_key().await?.seal(&self.bed.token("registration-token").await?);
         self.record(State::Claimed, run, &sealed, SignedDuration::from_mins(5)).await
@@ -222,30 +222,30 @@ impl Machine<'_> {
     }
 
     pub async fn public_key(&self) -> Result<PublicKey> {
-        self.heartbeat().await?.public_key.context("the heartbeat brings the public key")
+        self.heartbeat().await?.public_key.context("the heartbeat has no public key")
     }
 
     pub async fn signal(&self) -> Result<Option<WorkerSignal>> {
         Ok(self.read(entity::SIGNAL).await?.map(|item| WorkerSignal::from_item(&item)).transpose()?)
     }
 
-    pub async fn says(&self, signal: Signal, run: &str) -> Result<()> {
+    pub async fn reports(&self, signal: Signal, run: &str) -> Result<()> {
         self.until(&format!("{signal} for {run:?}"), async || {
-            Ok(self.signal().await?.filter(|said| said.signal == signal && said.run_id == run).map(drop))
+            Ok(self.signal().await?.filter(|sent| sent.signal == signal && sent.run_id == run).map(drop))
         })
         .await
     }
 
-    /// Waits until a look finds something; the error shows the last signal and the agent's log.
-    pub async fn until<T>(&self, what: &str, look: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
-        match Wait::at_most(DEADLINE).until(what, look).await {
+    /// Waits until `check` finds something; the error shows the last signal and the agent's log.
+    pub async fn until<T>(&self, what: &str, check: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
+        match Wait::at_most(DEADLINE).until(what, check).await {
             Err(error) => bail!("{error:#}; last signal {:?}; the agent:\n{}", self.signal().await.ok(), self.log()),
             found => found,
         }
     }
 
-    pub async fn until_true(&self, what: &str, look: impl Fn() -> bool) -> Result<()> {
-        self.until(what, async || Ok(look().then_some(()))).await
+    pub async fn until_true(&self, what: &str, check: impl Fn() -> bool) -> Result<()> {
+        self.until(what, async || Ok(check().then_some(()))).await
     }
 
     pub fn file(&self, below: &str) -> String {
@@ -256,7 +256,7 @@ impl Machine<'_> {
         self.root.join(below)
     }
 
-    /// Whether `shutdown` was called as it should be: once, and again for as long as the machine stays up.
+    /// Whether `shutdown` was called, at least once and always with the right arguments.
     pub fn shut_down(&self) -> bool {
         let calls = self.file("shutdown");
         !calls.is_empty() && calls.lines().all(|call| call == "-h now")
@@ -266,8 +266,8 @@ impl Machine<'_> {
         fs::read_to_string(self.process.log()).unwrap_or_default()
     }
 
-    /// Whether any token lies in a file of the machine, its logs among them.
-    pub fn holds_a_token(&self) -> bool {
+    /// Whether any file of the machine, including its logs, contains a token.
+    pub fn contains_token(&self) -> bool {
         let mut grep = Command::new("grep");
         grep.args(["--recursive", "--quiet", "--fixed-strings", "--text"]);
         for token in self.bed.tokens.lock().unwrap().iter() {
@@ -276,17 +276,17 @@ impl Machine<'_> {
         grep.arg(&self.root).status().is_ok_and(|status| status.code() == Some(0))
     }
 
-    /// Waits until the runner says in its log that it has a job; before, the agent cannot know that it is busy.
-    pub async fn works(&self) -> Result<()> {
-        let says_so = || self.file("var/log/paddock-runner.log").contains("Running job");
-        self.until_true("the job in the runner's log", says_so).await
+    /// Waits until the runner logs that it has a job; until then the agent does not see it as busy.
+    pub async fn until_busy(&self) -> Result<()> {
+        let busy = || self.file("var/log/paddock-runner.log").contains("Running job");
+        self.until_true("the job in the runner's log", busy).await
     }
 
     pub fn interrupt_spot(&self) {
         self.spot_notice.store(true, Ordering::Relaxed);
     }
 
-    /// Signals the one process of this machine that runs the program with that last argument.
+    /// Signals the one process of this machine that runs `program` with the last argument `last`.
     pub async fn kill(&self, program: &Path, last: &str, signal: UnixSignal) -> Result<()> {
         let root = format!("PADDOCK_ROOT={}", self.root.display());
         let home = format!("HOME={}", self.root.display());
@@ -302,7 +302,7 @@ impl Machine<'_> {
                 && (has(&root, &environment) || has(&home, &environment))
         };
         let what = format!("one process that runs {} … {last}", program.display());
-        // For a moment there are two: a child is a copy of its parent until it has become another program.
+        // For a moment there are two: a forked child is a copy of its parent until it calls exec.
         let found = self.until(&what, async || {
             let all = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
             let found: Vec<i32> = all.filter(|pid| is_it(pid)).collect();
@@ -316,7 +316,7 @@ impl Machine<'_> {
     }
 }
 
-/// Serves what the agent asks of EC2's metadata service, credentials included.
+/// Serves the parts of the EC2 metadata service that the agent uses, including credentials.
 async fn metadata(id: String, spot_notice: Arc<AtomicBool>) -> Result<String> {
     const CREDENTIALS: &str = r#"{"Code":"Success","Type":"AWS-HMAC","AccessKeyId":"AKIABED","SecretAccessKey":"bed",
         "Token":"session","Expiration":"2100-01-01T00:00:00Z","LastUpdated":"2025-01-01T00:00:00Z"}"#;

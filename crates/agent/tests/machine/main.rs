@@ -1,4 +1,4 @@
-//! The real agent on machines of its own, with a real DynamoDB, a simulated GitHub and the runner's stand-in, which is
+//! The real agent on simulated machines, with DynamoDB Local, a simulated GitHub and the runner's stand-in, which is
 //! this same program.
 
 mod bed;
@@ -61,12 +61,12 @@ fn main() -> ExitCode {
 async fn a_machine_serves_one_run_after_another(bed: &Bed) -> Result<()> {
     let machine = bed.boot(Setup { script: "echo once >>prepared", ..Setup::default() }).await?;
     machine.record(State::Created, "", "", AHEAD).await?;
-    machine.says(Signal::ScriptOk, "").await?;
+    machine.reports(Signal::ScriptOk, "").await?;
     ensure!(machine.file("prepared") == "once\n");
 
     for run in ["9001", "9002"] {
         machine.claim(run).await?;
-        machine.says(Signal::Registered, run).await?;
+        machine.reports(Signal::Registered, run).await?;
         let runner = bed.github.runner(&machine.id).expect("registered under the instance's id");
         ensure!(runner.labels == [run], "{:?}", runner.labels);
         bed.github.until_online(&machine.id, true, DEADLINE).await?;
@@ -75,7 +75,7 @@ async fn a_machine_serves_one_run_after_another(bed: &Bed) -> Result<()> {
             owner: "acme".into(),
             repo: "app".into(),
             labels: vec![run.into()],
-            // I10: nothing of the agent's reaches a job.
+            // I10: no environment variable of the agent reaches a job.
             script: Some("touch left-behind; ! env | grep -E '^(AWS_|PADDOCK_|ACTIONS_RUNNER_INPUT_)'".into()),
             ..JobRequest::default()
         })?;
@@ -84,17 +84,17 @@ async fn a_machine_serves_one_run_after_another(bed: &Bed) -> Result<()> {
         ensure!(job.taken_by.is_some_and(|taker| taker.runner_name == machine.id));
 
         machine.release().await?;
-        machine.says(Signal::Deregistered, run).await?;
+        machine.reports(Signal::Deregistered, run).await?;
         ensure!(bed.github.runner(&machine.id).is_none());
         ensure!(
             !machine.path("opt/actions-runner/_work").exists() && !machine.path("opt/actions-runner/.runner").exists()
         );
     }
-    ensure!(!machine.holds_a_token(), "I10: a token lies on the machine");
+    ensure!(!machine.contains_token(), "I10: a token is on the machine");
     Ok(())
 }
 
-/// A job that goes on until the test ends it, taken by this machine.
+/// A job that runs on this machine until the test finishes it.
 async fn long_job(bed: &Bed, run: &str) -> Result<u64> {
     let request =
         JobRequest { owner: "acme".into(), repo: "app".into(), labels: vec![run.into()], ..JobRequest::default() };
@@ -107,16 +107,16 @@ async fn a_job_outlives_the_agent_and_the_next_agent_takes_it_over(bed: &Bed) ->
     let machine = bed.boot(Setup { script: "echo once >>prepared", ..Setup::default() }).await?;
     machine.record(State::Created, "", "", AHEAD).await?;
     machine.claim("9101").await?;
-    machine.says(Signal::Registered, "9101").await?;
+    machine.reports(Signal::Registered, "9101").await?;
     let (job, key) = (long_job(bed, "9101").await?, machine.public_key().await?);
     let runner = bed.github.runner(&machine.id).expect("registered").id;
 
     for signal in [UnixSignal::SIGKILL, UnixSignal::SIGTERM] {
         let exits = machine.file("exits").lines().count();
-        machine.works().await?;
+        machine.until_busy().await?;
         machine.kill_agent(signal).await?;
         machine.until_true("the end of the agent", || machine.file("exits").lines().count() > exits).await?;
-        // Later than all that the ended agent wrote: the next one is up.
+        // A heartbeat later than this comes from the next agent.
         let ended = Timestamp::now();
         machine
             .until("a later heartbeat", async || Ok((machine.heartbeat().await?.updated_at > ended).then_some(())))
@@ -131,7 +131,7 @@ async fn a_job_outlives_the_agent_and_the_next_agent_takes_it_over(bed: &Bed) ->
     bed.github.finish_job(job, Conclusion::Success);
     bed.github.until_job(job, DEADLINE, |job| job.status == Status::Completed).await?;
     machine.release().await?;
-    machine.says(Signal::Deregistered, "9101").await?;
+    machine.reports(Signal::Deregistered, "9101").await?;
     ensure!(bed.github.runner(&machine.id).is_none());
     Ok(())
 }
@@ -140,7 +140,7 @@ async fn a_token_sealed_to_another_key_registers_nothing(bed: &Bed) -> Result<()
     let machine = bed.boot(Setup::default()).await?;
     let sealed = KeyPair::generate().public().seal(&bed.token("registration-token").await?);
     machine.record(State::Claimed, "9201", &sealed, AHEAD).await?;
-    machine.says(Signal::RegistrationFailed, "9201").await?;
+    machine.reports(Signal::RegistrationFailed, "9201").await?;
     ensure!(bed.github.runner(&machine.id).is_none());
     ensure!(machine.log().contains("sealed to another instance's key"), "{}", machine.log());
     Ok(())
@@ -151,11 +151,11 @@ async fn a_failed_script_keeps_the_instance_out(bed: &Bed) -> Result<()> {
     machine.record(State::Created, "9301", "", AHEAD).await?;
     machine
         .until("the failure", async || {
-            Ok(machine.signal().await?.filter(|said| said.signal == Signal::ScriptFailed).map(drop))
+            Ok(machine.signal().await?.filter(|sent| sent.signal == Signal::ScriptFailed).map(drop))
         })
         .await?;
     machine.claim("9301").await?;
-    // Heartbeats go on, and by the second one a working machine would long have registered.
+    // Heartbeats continue; a working machine would have registered by the second one.
     for _ in 0..2 {
         let beat = machine.heartbeat().await?.updated_at;
         machine
@@ -170,20 +170,20 @@ async fn a_failed_script_keeps_the_instance_out(bed: &Bed) -> Result<()> {
 async fn a_failed_scrub_is_no_deregistration(bed: &Bed) -> Result<()> {
     let machine = bed.boot(Setup { scrub: Some("test -e clean"), ..Setup::default() }).await?;
     machine.claim("9401").await?;
-    machine.says(Signal::Registered, "9401").await?;
+    machine.reports(Signal::Registered, "9401").await?;
     machine.release().await?;
-    machine.says(Signal::DeregistrationFailed, "9401").await?;
+    machine.reports(Signal::DeregistrationFailed, "9401").await?;
     ensure!(bed.github.runner(&machine.id).is_none(), "the runner itself is gone");
     std::fs::write(machine.path("clean"), "")?;
-    machine.says(Signal::Deregistered, "9401").await
+    machine.reports(Signal::Deregistered, "9401").await
 }
 
 async fn another_run_takes_the_machine_over_without_a_removal_token(bed: &Bed) -> Result<()> {
     let machine = bed.boot(Setup::default()).await?;
     machine.claim("9501").await?;
-    machine.says(Signal::Registered, "9501").await?;
+    machine.reports(Signal::Registered, "9501").await?;
     machine.claim("9502").await?;
-    machine.says(Signal::Registered, "9502").await?;
+    machine.reports(Signal::Registered, "9502").await?;
     let ours: Vec<_> = bed.github.runners().into_iter().filter(|runner| runner.name == machine.id).collect();
     ensure!(ours.len() == 1 && ours[0].labels == ["9502"], "{ours:?}");
     Ok(())
@@ -192,7 +192,7 @@ async fn another_run_takes_the_machine_over_without_a_removal_token(bed: &Bed) -
 async fn an_idle_runner_ends_with_its_agent_and_comes_back_with_the_next(bed: &Bed) -> Result<()> {
     let machine = bed.boot(Setup::default()).await?;
     machine.claim("9601").await?;
-    machine.says(Signal::Registered, "9601").await?;
+    machine.reports(Signal::Registered, "9601").await?;
     machine.kill_agent(UnixSignal::SIGTERM).await?;
     machine.until_true("the end of the agent", || machine.file("exits") == "0\n").await?;
     ensure!(machine.log().contains("stopping the runner"), "{}", machine.log());
@@ -205,7 +205,7 @@ async fn an_idle_runner_ends_with_its_agent_and_comes_back_with_the_next(bed: &B
 async fn a_runner_that_dies_is_started_again(bed: &Bed) -> Result<()> {
     let machine = bed.boot(Setup::default()).await?;
     machine.claim("9701").await?;
-    machine.says(Signal::Registered, "9701").await?;
+    machine.reports(Signal::Registered, "9701").await?;
     let of =
         || serde_json::from_str::<serde_json::Value>(&machine.file("var/lib/paddock/memory.json")).unwrap_or_default();
     let first = of()["runner"].clone();
@@ -220,9 +220,9 @@ async fn a_runner_that_dies_is_started_again(bed: &Bed) -> Result<()> {
 async fn a_reclaimed_spot_instance_finishes_its_job_and_takes_no_other(bed: &Bed) -> Result<()> {
     let machine = bed.boot(Setup::default()).await?;
     machine.claim("9801").await?;
-    machine.says(Signal::Registered, "9801").await?;
+    machine.reports(Signal::Registered, "9801").await?;
     let job = long_job(bed, "9801").await?;
-    machine.works().await?;
+    machine.until_busy().await?;
     machine.interrupt_spot();
     machine.until_true("the notice", || machine.log().contains("takes this spot instance back")).await?;
     ensure!(bed.github.job(job).is_some_and(|job| job.status == Status::InProgress));
@@ -235,8 +235,8 @@ async fn a_reclaimed_spot_instance_finishes_its_job_and_takes_no_other(bed: &Bed
 async fn an_expired_instance_shuts_down(bed: &Bed) -> Result<()> {
     let machine = bed.boot(Setup::default()).await?;
     machine.claim("9901").await?;
-    machine.says(Signal::Registered, "9901").await?;
-    // Just past, so that a slow machine is not at the end of the minute before the test has looked.
+    machine.reports(Signal::Registered, "9901").await?;
+    // Just past, so that the minute of slack does not end before the check, even on a slow machine.
     machine.record(State::Running, "9901", "", -SignedDuration::from_secs(2)).await?;
     let beat = machine.heartbeat().await?.updated_at;
     machine
@@ -256,9 +256,9 @@ async fn a_terminated_instance_shuts_down(bed: &Bed) -> Result<()> {
 async fn an_instance_without_a_record_shuts_down_in_time(bed: &Bed) -> Result<()> {
     let lifetime = Duration::from_secs(600);
     let aged = |seconds| Setup { age: Some((Duration::from_secs(seconds), lifetime)), ..Setup::default() };
-    // The young one first and alone: it has a minute until its own time is over.
+    // The young one first and alone: it expires after one minute.
     let young = bed.boot(aged(600)).await?;
-    young.says(Signal::ScriptOk, "").await?;
+    young.reports(Signal::ScriptOk, "").await?;
     ensure!(young.file("shutdown").is_empty());
     let old = bed.boot(aged(661)).await?;
     old.until_true("shutdown", || old.shut_down()).await
@@ -269,7 +269,7 @@ async fn an_agent_outlasts_the_absence_of_its_table(bed: &Bed) -> Result<()> {
     machine.until_true("a failed heartbeat", || machine.log().contains("cannot write the heartbeat")).await?;
     machine.create_table().await?;
     machine.claim("9911").await?;
-    machine.says(Signal::Registered, "9911").await?;
+    machine.reports(Signal::Registered, "9911").await?;
     ensure!(machine.file("exits").is_empty(), "the agent ended");
     Ok(())
 }

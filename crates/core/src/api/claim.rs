@@ -137,7 +137,7 @@ fn one() -> u32 {
 }
 
 impl RunnerClaimSpec {
-    /// Whom limits count for: the organisation, or the repository of a personal account.
+    /// The quota owner: the organisation, or the repository of a personal account.
     pub fn entity(&self) -> Option<String> {
         use super::OwnerType::{Organization, User};
         match self.owner.as_ref().map(|owner| (owner.type_, owner.id))? {
@@ -192,7 +192,7 @@ pub enum ClaimPhase {
 }
 
 impl ClaimPhase {
-    /// In the order in which they come.
+    /// In order of progress.
     pub const ALL: [Self; 8] = [
         Self::Pending,
         Self::Claiming,
@@ -204,7 +204,7 @@ impl ClaimPhase {
         Self::Failed,
     ];
 
-    /// What goes on, for a person.
+    /// Describes the phase, for Events.
     pub const fn doing(self) -> &'static str {
         match self {
             Self::Pending => "the claim was seen",
@@ -231,7 +231,7 @@ impl ClaimPhase {
         }
     }
 
-    /// Whether the claim is over and holds nothing.
+    /// Whether the claim has finished and holds nothing.
     pub const fn is_over(self) -> bool {
         matches!(self, Self::Completed | Self::Failed)
     }
@@ -268,7 +268,7 @@ pub struct RunnerClaimStatus {
     #[schemars(length(max = 512), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["name"]))]
     pub workers: Vec<ClaimWorker>,
 
-    /// The order for new machines, written before it is sent: whoever takes over after a crash repeats it with the
+    /// The order for new machines, written before it is sent: the next leader repeats it with the
     /// same token and gets the same machines.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fleet: Option<Box<LaunchOrder>>,
@@ -296,7 +296,7 @@ pub struct RunnerClaimStatus {
 }
 
 impl RunnerClaimStatus {
-    /// Enters `phase`, and notes the time if it is the first time.
+    /// Enters `phase` and records the time of its first entry.
     pub fn enter(&mut self, phase: ClaimPhase, now: jiff::Timestamp) {
         self.phase = Some(phase);
         self.phase_times.of_mut(phase).get_or_insert(Time(now));

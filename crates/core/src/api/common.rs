@@ -7,7 +7,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// Patterns of the API. Each is anchored, and every string of a spec has a longest length beside it: the API server
+/// Patterns of the API. Each is anchored, and every string of a spec also has a maximum length: the API server
 /// estimates the cost of CEL rules from these limits.
 pub(super) mod pattern {
     /// A name that is also a label value, a queue name and a tag: no dots.
@@ -24,11 +24,11 @@ pub(super) mod pattern {
     pub const ONE_LINE: &str = r"^[^\x00-\x1f\x7f]+$";
     /// Any text that a file can hold and a shell can read: everything but NUL.
     pub const TEXT: &str = r"^[^\x00]*$";
-    /// A GitHub login, those of managed users (`name_company`) among them.
+    /// A GitHub login, including those of managed users (`name_company`).
     pub const LOGIN: &str = "^[A-Za-z0-9][-_A-Za-z0-9]*$";
     pub const REPOSITORY: &str = "^[-._A-Za-z0-9]+$";
     pub const FULL_REPOSITORY: &str = "^[A-Za-z0-9][-_A-Za-z0-9]*/[-._A-Za-z0-9]+$";
-    /// An address of characters that RFC 3986 knows: no quotes, no spaces.
+    /// A URL of RFC 3986 characters only: no quotes, no spaces.
     pub const HTTP_URL: &str = r"^https?://[-A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%]+$";
     pub const SHA256: &str = "^[0-9a-f]{64}$";
     pub const AMI: &str = "^ami-([0-9a-f]{8}|[0-9a-f]{17})$";
@@ -41,7 +41,7 @@ pub(super) mod pattern {
     /// An instance type in which `*` stands for any text, as `CreateFleet` reads it.
     pub const INSTANCE_TYPES: &str = "^[a-z0-9*][-.a-z0-9*]*$";
     pub const VERSION: &str = r"^[0-9]+\.[0-9]+\.[0-9]+$";
-    /// A container image: one printable word is all that every registry agrees on.
+    /// A container image: one printable word, because registries agree on nothing stricter.
     pub const IMAGE: &str = "^[!-~]+$";
     pub const DURATION: &str = "^([0-9]{1,8}[hms])+$";
     pub const QUANTITY: &str = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$";
@@ -66,7 +66,7 @@ impl Duration {
         self.0
     }
 
-    /// The moment this long after `start`; the end of time if that lies beyond it.
+    /// `start` plus this duration, saturating at [`Timestamp::MAX`].
     pub fn after(self, start: Timestamp) -> Timestamp {
         start.saturating_add(SignedDuration::from(self)).unwrap_or(Timestamp::MAX)
     }
@@ -84,7 +84,7 @@ impl From<Duration> for SignedDuration {
     }
 }
 
-/// In the largest unit that says it exactly.
+/// In the largest unit that is exact.
 impl fmt::Display for Duration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
@@ -99,20 +99,20 @@ impl FromStr for Duration {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let wrong = || format!("`{text}` is not a duration such as 30s, 10m, 6h or 1h30m");
+        let invalid = || format!("`{text}` is not a duration such as 30s, 10m, 6h or 1h30m");
         let (mut rest, mut seconds) = (text, 0u64);
         while let Some(digits) = rest.find(|c: char| !c.is_ascii_digit()) {
-            let number: u64 = rest[..digits].parse().map_err(|_| wrong())?;
+            let number: u64 = rest[..digits].parse().map_err(|_| invalid())?;
             let unit = match rest.as_bytes()[digits] {
                 b'h' => 3600,
                 b'm' => 60,
                 b's' => 1,
-                _ => return Err(wrong()),
+                _ => return Err(invalid()),
             };
-            seconds = number.checked_mul(unit).and_then(|more| seconds.checked_add(more)).ok_or_else(wrong)?;
+            seconds = number.checked_mul(unit).and_then(|more| seconds.checked_add(more)).ok_or_else(invalid)?;
             rest = &rest[digits + 1..];
         }
-        if text.is_empty() || !rest.is_empty() { Err(wrong()) } else { Ok(Self(seconds)) }
+        if text.is_empty() || !rest.is_empty() { Err(invalid()) } else { Ok(Self(seconds)) }
     }
 }
 
@@ -134,8 +134,8 @@ impl JsonSchema for Duration {
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        // A text that is no duration fails the pattern; without the first part it would fail the rule too, with a
-        // conversion error that nobody wants to read.
+        // A text that is no duration fails the pattern; without the first part it would also fail the rule, with a
+        // confusing conversion error.
         let (pattern, least, most) = (pattern::DURATION, "duration('1s')", "duration('8784h')");
         json_schema!({
             "type": "string",
@@ -216,7 +216,7 @@ pub const RUNNER_NAME_MAX: usize = 256;
 pub const READY: &str = "Ready";
 
 /// Adds `condition` to `conditions`, or replaces the one of its type; the transition time moves only when the status
-/// does, so that a settled object is never written again.
+/// does, so that an unchanged object is not written again.
 pub fn set_condition(conditions: &mut Vec<Condition>, mut condition: Condition) {
     match conditions.iter_mut().find(|c| c.type_ == condition.type_) {
         Some(old) => {
@@ -250,7 +250,7 @@ pub fn ready_condition(
 /// The longest message of a condition, as in Kubernetes' own conditions.
 pub const MESSAGE_MAX: usize = 32768;
 
-/// `text` cut to at most `max` characters, marked where it was cut. The end is what a log's reader wants, so that stays.
+/// `text` cut to at most `max` characters, marked where it was cut. Keeps the end, which matters most in a log.
 pub fn clip(text: &str, max: usize) -> String {
     match text.chars().count() {
         n if n <= max => text.to_owned(),
@@ -258,7 +258,7 @@ pub fn clip(text: &str, max: usize) -> String {
     }
 }
 
-/// `text` cut to at most `max` characters. A name is known by its beginning, so that stays.
+/// `text` cut to at most `max` characters. Keeps the beginning, which identifies a name.
 pub fn head(text: &str, max: usize) -> String {
     match text.chars().count() {
         n if n <= max => text.to_owned(),

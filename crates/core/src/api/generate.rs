@@ -1,4 +1,4 @@
-//! The CRDs, made from the types.
+//! The CRDs, generated from the types.
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{
     CustomResourceDefinition, JSONSchemaProps, JSONSchemaPropsOrArray, JSONSchemaPropsOrBool,
@@ -30,16 +30,16 @@ pub fn crds_yaml() -> Vec<(String, String)> {
 fn finish(mut crd: CustomResourceDefinition) -> CustomResourceDefinition {
     for version in &mut crd.spec.versions {
         if let Some(schema) = version.schema.as_mut().and_then(|s| s.open_api_v3_schema.as_mut()) {
-            plain(schema);
+            normalize(schema);
         }
     }
     crd
 }
 
-/// Says what the derived schema means in words that the API server knows. `null` is the same as leaving a field out
-/// (the server drops it from fields that are not nullable), formats of Rust's unsigned integers are unknown to it, and
-/// `kubectl explain` breaks lines itself.
-fn plain(schema: &mut JSONSchemaProps) {
+/// Normalizes the derived schema for the API server. `null` is the same as leaving a field out (the server drops it
+/// from fields that are not nullable), formats of Rust's unsigned integers are unknown to it, and `kubectl explain`
+/// breaks lines itself.
+fn normalize(schema: &mut JSONSchemaProps) {
     schema.nullable = None;
     schema.enum_.iter_mut().for_each(|values| values.retain(|value| !value.0.is_null()));
     if let Some(text) = &mut schema.description {
@@ -48,18 +48,18 @@ fn plain(schema: &mut JSONSchemaProps) {
     if schema.format.as_deref().is_some_and(|format| format.starts_with("uint")) {
         schema.format = None;
     }
-    schema.properties.iter_mut().flat_map(|properties| properties.values_mut()).for_each(plain);
+    schema.properties.iter_mut().flat_map(|properties| properties.values_mut()).for_each(normalize);
     match &mut schema.items {
-        Some(JSONSchemaPropsOrArray::Schema(items)) => plain(items),
-        Some(JSONSchemaPropsOrArray::Schemas(items)) => items.iter_mut().for_each(plain),
+        Some(JSONSchemaPropsOrArray::Schema(items)) => normalize(items),
+        Some(JSONSchemaPropsOrArray::Schemas(items)) => items.iter_mut().for_each(normalize),
         None => {}
     }
     if let Some(JSONSchemaPropsOrBool::Schema(values)) = &mut schema.additional_properties {
-        plain(values);
+        normalize(values);
     }
 }
 
-/// Schemas hold every limit as a float, which reads badly: `minimum: 1.0`.
+/// Writes whole floats as integers: `minimum: 1`, not `minimum: 1.0`.
 fn whole_numbers(value: &mut Value) {
     match value {
         Value::Number(number) => {

@@ -10,7 +10,7 @@ use super::{common::UsageClass, pool::LaunchTemplate};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct LaunchOrder {
-    /// Makes the order idempotent at EC2, whoever sends it again.
+    /// Makes the order idempotent at EC2, also when the next leader sends it again.
     #[schemars(length(max = 64))]
     pub client_token: String,
     /// Which order this is, from 1: a fallback or retry of a claim is a new one.

@@ -44,24 +44,24 @@ pub use worker::{
 pub const GROUP: &str = "paddock.dev";
 pub const VERSION: &str = "v1alpha1";
 
-/// The operator's name wherever Kubernetes asks who writes: field manager, event source.
+/// Field manager and event source of everything that the operator writes.
 pub const FIELD_MANAGER: &str = "paddock";
-/// Keeps an object until the operator has given back what it stands for.
+/// Keeps an object until the operator has released what it holds.
 pub const FINALIZER: &str = "paddock.dev/release";
 
-/// Labels of workers, pods and Secrets that the operator makes.
+/// Labels of workers, pods and Secrets that the operator creates.
 pub const LABEL_POOL: &str = "paddock.dev/pool";
 pub const LABEL_CLAIM: &str = "paddock.dev/claim";
 pub const LABEL_ENTITY: &str = "paddock.dev/entity";
 
-/// Annotations of claims: what webhooks told, written by whichever replica heard it. They only ever move forward, and
-/// the status follows them.
+/// Annotations of claims: facts from webhooks, written by the replica that received them. They only move forward, and
+/// the status is derived from them.
 ///
-/// How far the claim's job is: `queued`, `in_progress` or `completed`.
+/// Progress of the claim's job: `queued`, `in_progress` or `completed`.
 pub const ANNOTATION_JOB_STATE: &str = "paddock.dev/job-state";
-/// The runner that took the job: its number at GitHub, a slash, its name.
+/// The runner that took the job: its id at GitHub, a slash, its name.
 pub const ANNOTATION_JOB_RUNNER: &str = "paddock.dev/job-runner";
-/// `completed` once the claim's workflow run is over.
+/// `completed` once the claim's workflow run is completed.
 pub const ANNOTATION_RUN_STATE: &str = "paddock.dev/run-state";
 
 /// Tags of EC2 instances.
@@ -76,10 +76,10 @@ pub const LABEL_BOARD: &str = "riseproject.dev/board";
 /// The label that every runner pod has, with [`APP`].
 pub const LABEL_APP: &str = "app";
 pub const APP: &str = "rise-riscv-runner";
-/// The extended resource that counts a board's slots, unless the pool says otherwise.
+/// The extended resource that counts a board's slots, unless the pool sets another one.
 pub const RUNNER_RESOURCE: &str = "riseproject.com/runner";
 
-/// Keys of the Secret that `credentialsRef` names, as users of ARC have them.
+/// Keys of the Secret that `credentialsRef` names, the same as ARC's.
 pub const SECRET_APP_ID: &str = "github_app_id";
 pub const SECRET_APP_PRIVATE_KEY: &str = "github_app_private_key";
 pub const SECRET_APP_INSTALLATION_ID: &str = "github_app_installation_id";

@@ -62,7 +62,7 @@ pub enum Hardware<'a> {
 }
 
 impl RunnerPoolSpec {
-    /// The one that is set. The API server refuses none and both, so `None` means that an object went around it.
+    /// The hardware that is set. The CEL rules refuse none and both, so `None` means that the object bypassed them.
     pub fn hardware(&self) -> Option<Hardware<'_>> {
         match (&self.ec2, &self.board) {
             (Some(ec2), None) => Some(Hardware::Ec2(ec2)),
@@ -114,8 +114,8 @@ pub struct RunnerPoolStatus {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub launch_template: Option<LaunchTemplate>,
 
-    /// The order for machines to be kept warm, from before it is sent until its machines are on record: whoever takes over
-    /// after a crash repeats it and gets the same machines.
+    /// The order for machines to be kept warm, from before it is sent until its machines are on record: the next leader
+    /// repeats it and gets the same machines.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fleet: Option<Box<LaunchOrder>>,
 

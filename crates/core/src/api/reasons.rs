@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Declares an enum of reasons, spelled for programs, each with the sentence that the reference gives for it.
+/// Declares an enum of reasons, each with its machine-readable name and its sentence in the reference.
 macro_rules! reasons {
     ($(#[$attribute:meta])* $name:ident { $($(#[doc = $doc:literal])+ $variant:ident = $text:literal,)* }) => {
         $(#[$attribute])*

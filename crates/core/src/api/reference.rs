@@ -1,4 +1,4 @@
-//! `docs/reference.md`, made from the same schemas that the API server gets, so that it cannot say anything else.
+//! `docs/reference.md`, generated from the same schemas as the CRDs, so that the two cannot differ.
 
 use std::fmt::Write;
 
@@ -68,14 +68,14 @@ fn object(out: &mut String, path: &str, schema: &JSONSchemaProps) {
         put(out, format_args!("| `{name}` | {} | {default} | {meaning} |\n", type_name(field)));
     }
     for (name, field) in properties {
-        match held(field) {
+        match element(field) {
             Some(items) => object(out, &format!("{path}.{name}[]"), items),
             None => object(out, &format!("{path}.{name}"), field),
         }
     }
 }
 
-/// The CEL rules of an object, in the words of their messages.
+/// The CEL rules of an object, as their messages.
 fn rules(out: &mut String, schema: &JSONSchemaProps) {
     let messages = messages(schema);
     if !messages.is_empty() {
@@ -88,8 +88,8 @@ fn messages(schema: &JSONSchemaProps) -> Vec<&str> {
     schema.x_kubernetes_validations.iter().flatten().filter_map(|rule| rule.message.as_deref()).collect()
 }
 
-/// What a list or map holds.
-fn held(schema: &JSONSchemaProps) -> Option<&JSONSchemaProps> {
+/// The schema of the elements of a list or map.
+fn element(schema: &JSONSchemaProps) -> Option<&JSONSchemaProps> {
     match (&schema.items, &schema.additional_properties) {
         (Some(JSONSchemaPropsOrArray::Schema(items)), _) => Some(items),
         (_, Some(JSONSchemaPropsOrBool::Schema(values))) => Some(values),
@@ -99,8 +99,8 @@ fn held(schema: &JSONSchemaProps) -> Option<&JSONSchemaProps> {
 
 fn type_name(schema: &JSONSchemaProps) -> String {
     match (schema.type_.as_deref(), schema.format.as_deref()) {
-        (Some("array"), _) => format!("list of {}", held(schema).map(plural).unwrap_or_default()),
-        (Some("object"), _) if held(schema).is_some() => "map of strings".into(),
+        (Some("array"), _) => format!("list of {}", element(schema).map(plural).unwrap_or_default()),
+        (Some("object"), _) if element(schema).is_some() => "map of strings".into(),
         (Some("string"), Some("date-time")) => "time".into(),
         (Some("string"), _) if is_duration(schema) => "duration".into(),
         (Some(name), _) => name.into(),
@@ -109,7 +109,7 @@ fn type_name(schema: &JSONSchemaProps) -> String {
 }
 
 fn plural(schema: &JSONSchemaProps) -> String {
-    match held(schema) {
+    match element(schema) {
         Some(items) => format!("lists of {}", plural(items)),
         None => format!("{}s", type_name(schema)),
     }
@@ -119,7 +119,7 @@ fn is_duration(schema: &JSONSchemaProps) -> bool {
     schema.pattern.as_deref() == Some(pattern::DURATION)
 }
 
-/// What the API server checks of a field by itself, in words.
+/// The limits that the API server checks for a field, as text.
 fn limits(schema: &JSONSchemaProps) -> String {
     let mut limits = Vec::new();
     if !is_duration(schema) && schema.properties.is_none() {
@@ -135,7 +135,8 @@ fn limits(schema: &JSONSchemaProps) -> String {
         none if none.is_empty() => {}
         values => limits.push(format!("one of {values}")),
     }
-    limits.extend(held(schema).map(self::limits).filter(|each| !each.is_empty()).map(|each| format!("each: {each}")));
+    limits
+        .extend(element(schema).map(self::limits).filter(|each| !each.is_empty()).map(|each| format!("each: {each}")));
     limits.join("; ")
 }
 
@@ -156,16 +157,16 @@ fn reasons<R: Copy>(out: &mut String, title: &str, all: &[(R, &str)], as_str: fn
     }
 }
 
-/// A default as one would write it in YAML.
+/// A default as it is written in YAML.
 fn plain(value: &serde_json::Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// Text that does not end a table's cell.
+/// Escapes `|`, which would end the table cell.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|")
 }
 
 fn put(out: &mut String, text: std::fmt::Arguments<'_>) {
-    out.write_fmt(text).expect("a String takes everything");
+    out.write_fmt(text).expect("writing to a String cannot fail");
 }

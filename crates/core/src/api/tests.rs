@@ -1,4 +1,4 @@
-//! What can be judged without an API server. `tests/api` asks a real one.
+//! Tests without an API server; `tests/api` uses a real one.
 
 use jiff::Timestamp;
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::{JSONSchemaProps, JSONSchemaPropsOrArray};

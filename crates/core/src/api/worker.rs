@@ -103,7 +103,7 @@ pub struct WorkerSpec {
 }
 
 impl Worker {
-    /// The claim that a pod's worker was made for.
+    /// The claim that a pod's worker was created for.
     pub fn claim_uid(&self) -> Option<&str> {
         self.spec.board.as_ref().map(|board| board.claim_uid.as_str())
     }
@@ -186,7 +186,7 @@ impl WorkerState {
         }
     }
 
-    /// Whether the worker is over: it holds nothing and counts for nothing.
+    /// Whether the worker has ended: it holds nothing and uses no quota.
     pub const fn is_over(self) -> bool {
         matches!(self, Self::Terminated | Self::Completed | Self::Failed)
     }

@@ -17,10 +17,10 @@ use crate::{
     demand::{job::JobState, schedule::Wait, supply::name},
 };
 
-/// As many workers that are over are listed, the latest of them; what a person looks for is among them.
-const OVER_LISTED: usize = 16;
+/// How many ended workers are listed, latest first, so that the status stays small.
+const ENDED_WORKERS_LISTED: usize = 16;
 
-/// What is known about a claim beside its own object.
+/// Facts about a claim besides the object itself.
 #[derive(Clone, Debug, Default)]
 pub struct BoardClaimFacts<'a> {
     pub pool: Option<&'a str>,
@@ -28,24 +28,24 @@ pub struct BoardClaimFacts<'a> {
     pub workers: &'a [&'a Worker],
     /// The names of those whose runner took another claim's job.
     pub taken: BTreeSet<&'a str>,
-    /// What the last decision said; nothing for a claim that has all it needs.
+    /// The scheduler's last decision; none for a claim that has all it needs.
     pub wait: Option<&'a Wait>,
-    /// How far its job is; nothing for a claim without one.
+    /// Progress of its job; none for a claim without one.
     pub job: Option<JobState>,
     /// The runner that has the job.
     pub runner: Option<Runner>,
 }
 
-pub fn status(claim: &RunnerClaim, standing: BoardClaimFacts<'_>, now: Timestamp) -> RunnerClaimStatus {
+pub fn status(claim: &RunnerClaim, facts: BoardClaimFacts<'_>, now: Timestamp) -> RunnerClaimStatus {
     let mut status = claim.status.clone().unwrap_or_default();
-    let BoardClaimFacts { pool, workers, taken, wait, job, runner } = standing;
+    let BoardClaimFacts { pool, workers, taken, wait, job, runner } = facts;
     let count = claim.spec.count;
     let serving: Vec<_> = workers.iter().filter(|worker| !taken.contains(name(worker))).copied().collect();
     let number = |wanted: &dyn Fn(&Worker) -> bool| {
         u32::try_from(serving.iter().filter(|worker| wanted(worker)).count()).unwrap_or(u32::MAX)
     };
     let active = number(&is_active);
-    // A worker that is over has served. Which job it ran is another matter, so that it says nothing of this claim's.
+    // A completed worker may have run any job, so it counts only for a claim without a job of its own.
     let served = if job.is_none() { number(&|worker| state(worker) == WorkerState::Completed) } else { 0 };
     let ready = match job {
         Some(JobState::Running) => count,
@@ -63,7 +63,7 @@ pub fn status(claim: &RunnerClaim, standing: BoardClaimFacts<'_>, now: Timestamp
         status.set_progress(ready, count);
     }
 
-    let told = |default: &str| wait.map_or(default.to_owned(), |wait| wait.message.clone());
+    let wait_message = |default: &str| wait.map_or(default.to_owned(), |wait| wait.message.clone());
     let (phase, reason, message) = if let Some(phase) = over {
         status.retry_at = None;
         return RunnerClaimStatus { phase: Some(phase), ..status };
@@ -84,12 +84,17 @@ pub fn status(claim: &RunnerClaim, standing: BoardClaimFacts<'_>, now: Timestamp
         (ClaimPhase::Ready, ClaimReason::Ready, "every runner is registered".into())
     } else if active == 0 {
         let reason = wait.map_or(ClaimReason::Creating, |wait| wait.reason);
-        (ClaimPhase::Pending, reason, told("a worker is about to be made"))
+        (ClaimPhase::Pending, reason, wait_message("a worker is about to be created"))
     } else if active + served < count || serving.iter().any(|worker| is_active(worker) && !has_pod(worker)) {
         let reason = wait.map_or(ClaimReason::Creating, |wait| wait.reason);
-        (ClaimPhase::Creating, reason, complaint(&serving).unwrap_or_else(|| told("the pod is being made")))
+        (
+            ClaimPhase::Creating,
+            reason,
+            not_ready_message(&serving).unwrap_or_else(|| wait_message("the pod is being created")),
+        )
     } else {
-        let message = complaint(&serving).unwrap_or_else(|| format!("{ready} of {count} runners are registered"));
+        let message =
+            not_ready_message(&serving).unwrap_or_else(|| format!("{ready} of {count} runners are registered"));
         (ClaimPhase::Validating, ClaimReason::Validating, message)
     };
     status.enter(phase, now);
@@ -101,13 +106,13 @@ pub fn status(claim: &RunnerClaim, standing: BoardClaimFacts<'_>, now: Timestamp
 fn listed(workers: &[&Worker]) -> Vec<ClaimWorker> {
     let (active, mut over): (Vec<&Worker>, Vec<&Worker>) = workers.iter().partition(|worker| is_active(worker));
     over.sort_by_key(|worker| std::cmp::Reverse((since(worker), worker.metadata.name.clone())));
-    over.truncate(OVER_LISTED);
-    let mut listed: Vec<_> = active.iter().chain(&over).map(as_seen).collect();
+    over.truncate(ENDED_WORKERS_LISTED);
+    let mut listed: Vec<_> = active.iter().chain(&over).map(claim_worker).collect();
     listed.sort_by(|a, b| a.name.cmp(&b.name));
     listed
 }
 
-fn as_seen(worker: &&Worker) -> ClaimWorker {
+fn claim_worker(worker: &&Worker) -> ClaimWorker {
     let name = worker.metadata.name.clone().unwrap_or_default();
     ClaimWorker { name, state: state(worker), source: WorkerSource::Created }
 }
@@ -116,26 +121,26 @@ fn has_pod(worker: &Worker) -> bool {
     worker.status.as_ref().is_some_and(|status| status.pod.is_some())
 }
 
-/// What holds an active worker up, in its own words.
-fn complaint(workers: &[&Worker]) -> Option<String> {
+/// Why an active worker is not ready, from its condition.
+fn not_ready_message(workers: &[&Worker]) -> Option<String> {
     workers.iter().filter(|worker| is_active(worker)).find_map(|worker| {
         let conditions = &worker.status.as_ref()?.conditions;
-        let told = conditions.iter().find(|c| c.type_ == READY && c.status == "False" && !c.message.is_empty())?;
-        Some(format!("{}: {}", worker.metadata.name.as_deref().unwrap_or_default(), told.message))
+        let condition = conditions.iter().find(|c| c.type_ == READY && c.status == "False" && !c.message.is_empty())?;
+        Some(format!("{}: {}", worker.metadata.name.as_deref().unwrap_or_default(), condition.message))
     })
 }
 
-/// Workers that a claim which is being deleted still waits for. What is over goes its own way.
+/// Workers that a claim waits for while it is being deleted. Ended workers are not waited for.
 pub fn holding<'a>(workers: &[&'a Worker]) -> Vec<&'a Worker> {
     workers.iter().copied().filter(|worker| is_active(worker)).collect()
 }
 
 fn releasing(workers: &[&Worker]) -> String {
     match holding(workers)[..] {
-        [] => "everything is given back".into(),
-        ref left => match complaint(left) {
-            Some(complaint) => complaint,
-            None => format!("waiting for {} of its workers to go", left.len()),
+        [] => "everything is released".into(),
+        ref left => match not_ready_message(left) {
+            Some(message) => message,
+            None => format!("waiting for {} of its workers to be removed", left.len()),
         },
     }
 }
@@ -158,8 +163,8 @@ mod tests {
         worker(name, json!({"state": "running", "pod": {"name": name}, "conditions": [ready]}))
     }
 
-    fn told(claim: &RunnerClaim, standing: BoardClaimFacts<'_>) -> (ClaimPhase, String, String) {
-        let status = status(claim, standing, NOW);
+    fn summary(claim: &RunnerClaim, facts: BoardClaimFacts<'_>) -> (ClaimPhase, String, String) {
+        let status = status(claim, facts, NOW);
         let ready = &status.conditions[0];
         assert_eq!(ready.status == "True", status.phase == Some(ClaimPhase::Ready));
         (status.phase.unwrap(), ready.reason.clone(), status.progress)
@@ -191,19 +196,19 @@ mod tests {
                 (Completed, "Completed", "2/2"),
             ),
         ] {
-            let standing = BoardClaimFacts {
+            let facts = BoardClaimFacts {
                 pool: Some("p"),
                 workers: &workers,
                 wait: waits.then_some(&wait),
                 ..BoardClaimFacts::default()
             };
-            let (phase, reason, progress) = told(&two, standing);
+            let (phase, reason, progress) = summary(&two, facts);
             assert_eq!((phase, reason.as_str(), progress.as_str()), expected, "{name}");
         }
     }
 
     #[test]
-    fn the_phase_follows_the_job_whoever_runs_it() {
+    fn the_phase_follows_the_job_on_any_worker() {
         let with_job = with(&claim("c", 0), json!({"spec": {"job": {"id": 5}}}));
         let done = worker("a", json!({"state": "completed"}));
         let mine = up("b");
@@ -216,8 +221,8 @@ mod tests {
             ("GitHub does not know it", &[&mine][..], JobState::Gone, ClaimPhase::Failed),
             ("it is stuck", &[&mine][..], JobState::Stuck, ClaimPhase::Failed),
         ] {
-            let standing = BoardClaimFacts { workers, job: Some(job), ..BoardClaimFacts::default() };
-            assert_eq!(told(&with_job, standing).0, phase, "{name}");
+            let facts = BoardClaimFacts { workers, job: Some(job), ..BoardClaimFacts::default() };
+            assert_eq!(summary(&with_job, facts).0, phase, "{name}");
         }
         let taken = BoardClaimFacts {
             workers: &[&mine],
@@ -225,14 +230,14 @@ mod tests {
             job: Some(JobState::Queued),
             ..BoardClaimFacts::default()
         };
-        assert_eq!(told(&with_job, taken).0, ClaimPhase::Pending, "its runner took another job");
+        assert_eq!(summary(&with_job, taken).0, ClaimPhase::Pending, "its runner took another job");
         let runner = Runner { id: Some(7), name: "w".into() };
-        let standing = BoardClaimFacts {
+        let facts = BoardClaimFacts {
             job: Some(JobState::Running),
             runner: Some(runner.clone()),
             ..BoardClaimFacts::default()
         };
-        let status = status(&with_job, standing, NOW);
+        let status = status(&with_job, facts, NOW);
         assert_eq!(status.runner, Some(runner));
         assert_eq!(status.conditions[0].message, "runner w has the job");
     }
@@ -249,25 +254,25 @@ mod tests {
         let all: Vec<_> = failed.iter().chain([&mine]).collect();
         let listed =
             status(&claim("c", 0), BoardClaimFacts { workers: &all, ..BoardClaimFacts::default() }, NOW).workers;
-        assert_eq!(listed.len(), OVER_LISTED + 1);
+        assert_eq!(listed.len(), ENDED_WORKERS_LISTED + 1);
         assert_eq!((listed[0].name.as_str(), listed[1].name.as_str()), ("active", "w584"));
     }
 
     #[test]
     fn what_is_over_stays_over_and_a_settled_claim_is_not_written() {
-        fn standing<'a>(workers: &'a [&'a Worker]) -> BoardClaimFacts<'a> {
+        fn facts<'a>(workers: &'a [&'a Worker]) -> BoardClaimFacts<'a> {
             BoardClaimFacts { pool: Some("p"), workers, ..BoardClaimFacts::default() }
         }
         let mut claim = claim("c", 0);
         let done = worker("a", json!({"state": "completed"}));
-        claim.status = Some(status(&claim, standing(&[&done]), NOW));
+        claim.status = Some(status(&claim, facts(&[&done]), NOW));
         let later = NOW + jiff::SignedDuration::from_secs(9);
-        assert_eq!(Some(status(&claim, standing(&[&done]), later)), claim.status);
-        assert_eq!(status(&claim, standing(&[]), later).phase, Some(ClaimPhase::Completed));
+        assert_eq!(Some(status(&claim, facts(&[&done]), later)), claim.status);
+        assert_eq!(status(&claim, facts(&[]), later).phase, Some(ClaimPhase::Completed));
         claim.status = None;
         let (a, b) = (up("a"), up("b"));
-        claim.status = Some(status(&claim, standing(&[&a, &b]), NOW));
-        assert_eq!(Some(status(&claim, standing(&[&b, &a]), later)), claim.status);
+        claim.status = Some(status(&claim, facts(&[&a, &b]), NOW));
+        assert_eq!(Some(status(&claim, facts(&[&b, &a]), later)), claim.status);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Whether a board's worker is well, and when GitHub has to be asked to know.
+//! Health rules of a board's worker, and when they need an answer from GitHub.
 
 use jiff::{SignedDuration, Timestamp};
 use k8s_openapi::api::core::v1::{Node, Pod};
@@ -6,24 +6,24 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use super::worker::{failure, is_up, ready_since, since, state};
 use crate::api::{BoardTimeouts, Duration, Failure, FailureReason, Worker, WorkerState};
 
-/// The taint of a node whose kubelet is silent.
-const UNREACHABLE: &str = "node.kubernetes.io/unreachable";
+/// The taint of a node whose kubelet does not respond.
+const UNREACHABLE_TAINT: &str = "node.kubernetes.io/unreachable";
 
-/// When GitHub is first asked for the runner of a claim that somebody waits for, once its pod runs.
-const FIRST_LOOK: SignedDuration = SignedDuration::from_secs(1);
-/// When it is first asked for a runner whose job tells by webhook that it is there, and how far apart looks are at most.
-const SLOW_LOOK: SignedDuration = SignedDuration::from_mins(1);
+/// First poll interval for the runner of a claim without a job, which waits for the runner; starts when its pod runs.
+const RUNNER_POLL_MIN: SignedDuration = SignedDuration::from_secs(1);
+/// Longest poll interval; also the first one where webhooks report the job, so that polling is only the fallback.
+const RUNNER_POLL_MAX: SignedDuration = SignedDuration::from_mins(1);
 
-/// What a worker's runner does, as far as jobs tell.
+/// What a worker's runner does, derived from jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Binding {
     /// It runs a claim's job.
     Busy,
-    /// The one job that it could run was over at this moment.
+    /// Its only job ended at this time.
     Done(Timestamp),
 }
 
-/// What GitHub's list of runners said of one, and when it was asked.
+/// A runner's state in GitHub's list, and when the list was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sighting {
     pub at: Timestamp,
@@ -32,19 +32,19 @@ pub struct Sighting {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunnerState {
-    /// It is not in the list.
+    /// Not in the list.
     Unknown,
     Offline,
     Idle,
     Busy,
 }
 
-/// What is known of a worker's runner.
+/// Facts about a worker's runner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RunnerFacts {
     pub binding: Option<Binding>,
     pub sighting: Option<Sighting>,
-    /// Webhooks tell of its claim's job, so that GitHub need not be asked whether the runner is there.
+    /// Webhooks report its claim's job, so that GitHub is rarely polled for the runner.
     pub has_job: bool,
 }
 
@@ -60,14 +60,14 @@ impl RunnerFacts {
     }
 }
 
-/// The outcome of an examination.
+/// The outcome of a health check.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HealthCheck {
-    /// What is wrong with it.
+    /// Why the worker is unhealthy, if it is.
     pub unhealthy: Option<Failure>,
-    /// GitHub must be asked: nothing that it said before this moment helps.
+    /// GitHub must be asked; only an answer from this time on counts.
     pub ask: Option<Timestamp>,
-    /// When something may change by itself.
+    /// When the outcome may change without an event.
     pub next: Option<Timestamp>,
 }
 
@@ -81,18 +81,18 @@ impl HealthCheck {
     }
 }
 
-/// The three rules: a pod that does not start, a runner that does not come, a runner that gets no job. Without an answer
-/// from GitHub nobody is unhealthy, and a busy runner never is.
+/// The three rules: a pod that does not start, a runner that does not register, a runner that gets no job. No runner is
+/// unhealthy without an answer from GitHub, and a busy one never is.
 pub fn examine(
     worker: &Worker,
     pod: &Pod,
-    known: RunnerFacts,
+    facts: RunnerFacts,
     timeouts: &BoardTimeouts,
     now: Timestamp,
 ) -> HealthCheck {
     match state(worker) {
         WorkerState::Pending => pending(pod, timeouts, now),
-        WorkerState::Running => running(worker, known, timeouts, now),
+        WorkerState::Running => running(worker, facts, timeouts, now),
         WorkerState::Created
         | WorkerState::Idle
         | WorkerState::Claimed
@@ -103,8 +103,8 @@ pub fn examine(
 }
 
 fn pending(pod: &Pod, timeouts: &BoardTimeouts, now: Timestamp) -> HealthCheck {
-    let Some(made) = pod.metadata.creation_timestamp.as_ref() else { return HealthCheck::default() };
-    let limit = timeouts.pod_pending.after(made.0);
+    let Some(created) = pod.metadata.creation_timestamp.as_ref() else { return HealthCheck::default() };
+    let limit = timeouts.pod_pending.after(created.0);
     if now < limit {
         return HealthCheck::next(limit);
     }
@@ -112,9 +112,9 @@ fn pending(pod: &Pod, timeouts: &BoardTimeouts, now: Timestamp) -> HealthCheck {
     HealthCheck::unhealthy(FailureReason::PodStuckPending, &message)
 }
 
-fn running(worker: &Worker, known: RunnerFacts, timeouts: &BoardTimeouts, now: Timestamp) -> HealthCheck {
+fn running(worker: &Worker, facts: RunnerFacts, timeouts: &BoardTimeouts, now: Timestamp) -> HealthCheck {
     let Some(start) = since(worker) else { return HealthCheck::default() };
-    match known.binding {
+    match facts.binding {
         Some(Binding::Busy) => return HealthCheck::default(),
         Some(Binding::Done(end)) => {
             let limit = timeouts.registration.after(end);
@@ -127,16 +127,16 @@ fn running(worker: &Worker, known: RunnerFacts, timeouts: &BoardTimeouts, now: T
         }
         None => {}
     }
-    if is_up(worker) || known.is_there() {
-        return serving(ready_since(worker).unwrap_or(start), known, timeouts.idle, now);
+    if is_up(worker) || facts.is_there() {
+        return serving(ready_since(worker).unwrap_or(start), facts, timeouts.idle, now);
     }
     let limit = timeouts.registration.after(start);
     if now < limit {
-        let (last, next) = looks(start, if known.has_job { SLOW_LOOK } else { FIRST_LOOK }, now);
-        let ask = last.filter(|last| known.since(*last).is_none());
+        let (last, next) = polls(start, if facts.has_job { RUNNER_POLL_MAX } else { RUNNER_POLL_MIN }, now);
+        let ask = last.filter(|last| facts.since(*last).is_none());
         return HealthCheck { ask, next: Some(next.min(limit)), ..HealthCheck::default() };
     }
-    match known.since(limit) {
+    match facts.since(limit) {
         None => HealthCheck { ask: Some(limit), ..HealthCheck::default() },
         Some(seen) => {
             let what =
@@ -147,15 +147,15 @@ fn running(worker: &Worker, known: RunnerFacts, timeouts: &BoardTimeouts, now: T
     }
 }
 
-/// A runner that is there, and has not been heard to have a job.
-fn serving(start: Timestamp, known: RunnerFacts, idle: Duration, now: Timestamp) -> HealthCheck {
+/// A registered runner that no webhook has reported a job for.
+fn serving(start: Timestamp, facts: RunnerFacts, idle: Duration, now: Timestamp) -> HealthCheck {
     let first = idle.after(start);
     if now < first {
         return HealthCheck::next(first);
     }
-    match known.sighting.filter(|sighting| sighting.at >= first) {
+    match facts.sighting.filter(|sighting| sighting.at >= first) {
         None => HealthCheck { ask: Some(first), ..HealthCheck::default() },
-        // Its job was not heard of. It is looked after again when as much time has passed.
+        // The webhook of its job was lost. It is checked again after the same time.
         Some(Sighting { at, seen: RunnerState::Busy }) => match idle.after(at) {
             next if now < next => HealthCheck::next(next),
             next => HealthCheck { ask: Some(next), ..HealthCheck::default() },
@@ -174,19 +174,19 @@ fn serving(start: Timestamp, known: RunnerFacts, idle: Duration, now: Timestamp)
     }
 }
 
-/// The last look that is due, if any is, and the one after it: further and further apart.
-fn looks(start: Timestamp, first: SignedDuration, now: Timestamp) -> (Option<Timestamp>, Timestamp) {
+/// The last poll that is due, if any, and the next one. Intervals double up to the maximum.
+fn polls(start: Timestamp, first: SignedDuration, now: Timestamp) -> (Option<Timestamp>, Timestamp) {
     let (mut last, mut next, mut step) = (None, start + first, first);
     while next <= now {
-        (last, next, step) = (Some(next), next + step, (step * 2).min(SLOW_LOOK));
+        (last, next, step) = (Some(next), next + step, (step * 2).min(RUNNER_POLL_MAX));
     }
     (last, next)
 }
 
-/// Whether the node's kubelet is silent, so that nobody there can end a pod.
+/// Whether the node's kubelet does not respond, so that it cannot end a pod.
 pub fn is_unreachable(node: &Node) -> bool {
     let taints = node.spec.as_ref().and_then(|spec| spec.taints.as_deref()).unwrap_or_default();
-    taints.iter().any(|taint| taint.key == UNREACHABLE)
+    taints.iter().any(|taint| taint.key == UNREACHABLE_TAINT)
 }
 
 #[cfg(test)]
@@ -218,30 +218,30 @@ mod tests {
         RunnerFacts { sighting: Some(Sighting { at: at(second), seen }), ..RunnerFacts::default() }
     }
 
-    fn exam(worker: &Worker, known: RunnerFacts, now: i64) -> HealthCheck {
-        examine(worker, &pod("w", "p", None, "Running"), known, &BoardTimeouts::default(), at(now))
+    fn check(worker: &Worker, facts: RunnerFacts, now: i64) -> HealthCheck {
+        examine(worker, &pod("w", "p", None, "Running"), facts, &BoardTimeouts::default(), at(now))
     }
 
-    fn reason(exam: &HealthCheck) -> Option<FailureReason> {
-        exam.unhealthy.as_ref().map(|failure| failure.reason)
+    fn reason(check: &HealthCheck) -> Option<FailureReason> {
+        check.unhealthy.as_ref().map(|failure| failure.reason)
     }
 
     #[test]
     fn a_pod_may_be_pending_for_so_long() {
-        let made = with(&pod("w", "p", None, "Pending"), json!({"metadata": {"creationTimestamp": at(0)}}));
-        let look = |now| {
-            examine(&board_worker("w", "p", "c"), &made, RunnerFacts::default(), &BoardTimeouts::default(), at(now))
+        let created = with(&pod("w", "p", None, "Pending"), json!({"metadata": {"creationTimestamp": at(0)}}));
+        let checked_at = |now| {
+            examine(&board_worker("w", "p", "c"), &created, RunnerFacts::default(), &BoardTimeouts::default(), at(now))
         };
-        assert_eq!(look(599), HealthCheck::next(at(600)));
-        assert_eq!(reason(&look(600)), Some(FailureReason::PodStuckPending));
+        assert_eq!(checked_at(599), HealthCheck::next(at(600)));
+        assert_eq!(reason(&checked_at(600)), Some(FailureReason::PodStuckPending));
     }
 
     #[test]
     fn a_runner_that_does_not_come_is_given_up_only_when_github_says_so() {
         let never = Some(FailureReason::RunnerNeverRegistered);
-        let late = exam(&runs(), RunnerFacts::default(), 120);
+        let late = check(&runs(), RunnerFacts::default(), 120);
         assert_eq!((reason(&late), late.ask), (None, Some(at(120))), "GitHub has not been asked");
-        for (known, expected) in [
+        for (facts, expected) in [
             (seen(RunnerState::Unknown, 119), None),
             (seen(RunnerState::Unknown, 120), never),
             (seen(RunnerState::Offline, 120), never),
@@ -249,16 +249,16 @@ mod tests {
             (seen(RunnerState::Busy, 120), None),
             (RunnerFacts { binding: Some(Binding::Busy), ..seen(RunnerState::Unknown, 120) }, None),
         ] {
-            assert_eq!(reason(&exam(&runs(), known, 500)), expected, "{known:?}");
+            assert_eq!(reason(&check(&runs(), facts, 500)), expected, "{facts:?}");
         }
     }
 
     #[test]
     fn a_runner_without_a_job_is_given_up_and_a_busy_one_never() {
         let idle = Some(FailureReason::RunnerIdle);
-        assert_eq!(exam(&up(), RunnerFacts::default(), 609), HealthCheck::next(at(610)));
-        assert_eq!(exam(&up(), RunnerFacts::default(), 610).ask, Some(at(610)));
-        for (known, expected) in [
+        assert_eq!(check(&up(), RunnerFacts::default(), 609), HealthCheck::next(at(610)));
+        assert_eq!(check(&up(), RunnerFacts::default(), 610).ask, Some(at(610)));
+        for (facts, expected) in [
             (seen(RunnerState::Idle, 609), None),
             (seen(RunnerState::Idle, 610), idle),
             (seen(RunnerState::Offline, 610), idle),
@@ -266,39 +266,39 @@ mod tests {
             (seen(RunnerState::Busy, 610), None),
             (RunnerFacts { binding: Some(Binding::Busy), ..seen(RunnerState::Idle, 610) }, None),
         ] {
-            assert_eq!(reason(&exam(&up(), known, 100_000)), expected, "{known:?}");
+            assert_eq!(reason(&check(&up(), facts, 100_000)), expected, "{facts:?}");
         }
-        assert_eq!(exam(&up(), seen(RunnerState::Busy, 700), 1299), HealthCheck::next(at(1300)));
-        assert_eq!(exam(&up(), seen(RunnerState::Busy, 700), 1300).ask, Some(at(1300)), "as long again");
+        assert_eq!(check(&up(), seen(RunnerState::Busy, 700), 1299), HealthCheck::next(at(1300)));
+        assert_eq!(check(&up(), seen(RunnerState::Busy, 700), 1300).ask, Some(at(1300)), "as long again");
         let busy = RunnerFacts { binding: Some(Binding::Busy), ..RunnerFacts::default() };
-        assert_eq!(exam(&up(), busy, 100_000), HealthCheck::default(), "nobody is asked about a job that runs");
+        assert_eq!(check(&up(), busy, 100_000), HealthCheck::default(), "GitHub is not asked about a running job");
     }
 
     #[test]
     fn a_pod_that_outlives_its_job_for_long_is_ended() {
         let done = RunnerFacts { binding: Some(Binding::Done(at(50))), ..RunnerFacts::default() };
-        assert_eq!(exam(&up(), done, 169), HealthCheck::next(at(170)));
-        assert_eq!(reason(&exam(&up(), done, 170)), Some(FailureReason::RunnerIdle));
+        assert_eq!(check(&up(), done, 169), HealthCheck::next(at(170)));
+        assert_eq!(reason(&check(&up(), done, 170)), Some(FailureReason::RunnerIdle));
     }
 
     #[test]
-    fn looks_for_a_runner_are_further_and_further_apart() {
+    fn polls_for_a_runner_back_off() {
         let mut asked = vec![];
-        let mut known = RunnerFacts::default();
+        let mut facts = RunnerFacts::default();
         for now in 0..120 {
-            if exam(&runs(), known, now).ask.is_some() {
+            if check(&runs(), facts, now).ask.is_some() {
                 asked.push(now);
-                known = seen(RunnerState::Offline, now);
+                facts = seen(RunnerState::Offline, now);
             }
         }
         assert_eq!(asked, [1, 2, 4, 8, 16, 32, 64]);
-        let told = |now| exam(&runs(), RunnerFacts { has_job: true, ..RunnerFacts::default() }, now).ask;
-        assert_eq!((told(59), told(60)), (None, Some(at(60))), "a webhook will tell");
+        let asked_at = |now| check(&runs(), RunnerFacts { has_job: true, ..RunnerFacts::default() }, now).ask;
+        assert_eq!((asked_at(59), asked_at(60)), (None, Some(at(60))), "a webhook will report it");
     }
 
     #[test]
     fn a_node_is_unreachable_by_its_taint() {
-        let taint = json!({"spec": {"taints": [{"key": UNREACHABLE, "effect": "NoExecute"}]}});
+        let taint = json!({"spec": {"taints": [{"key": UNREACHABLE_TAINT, "effect": "NoExecute"}]}});
         assert!(is_unreachable(&with(&node("n", 1), taint)) && !is_unreachable(&node("n", 1)));
     }
 }

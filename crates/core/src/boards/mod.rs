@@ -1,4 +1,4 @@
-//! RISC-V boards: slots, pods, and the life of a worker.
+//! RISC-V boards: slots, pods, and a worker's lifecycle.
 
 pub mod claim_status;
 pub mod health;

@@ -18,11 +18,11 @@ use crate::api::{APP, BoardPool, GROUP, LABEL_APP, LABEL_BOARD, VERSION, Worker}
 
 /// The Secret's one key.
 pub const JIT_CONFIG: &str = "jitconfig";
-/// The annotation of pod and Secret that has the runner's number at GitHub.
-const RUNNER_ID: &str = "paddock.dev/runner-id";
-const CONTAINER: &str = "runner";
+/// Annotation of pod and Secret: the runner's id at GitHub.
+const RUNNER_ID_ANNOTATION: &str = "paddock.dev/runner-id";
+const CONTAINER_NAME: &str = "runner";
 
-/// The pod has its worker's name, and reads the JIT config from a Secret of that name: it is nowhere in its own text.
+/// The pod has its worker's name and reads the JIT config from the Secret of that name: its spec does not contain it.
 pub fn pod(worker: &Worker, pool: &BoardPool, runner_id: Option<i64>) -> Pod {
     let name = worker.metadata.name.clone().unwrap_or_default();
     let mut labels = labels(worker);
@@ -42,7 +42,7 @@ pub fn pod(worker: &Worker, pool: &BoardPool, runner_id: Option<i64>) -> Pod {
         ..EnvVarSource::default()
     };
     let container = Container {
-        name: CONTAINER.into(),
+        name: CONTAINER_NAME.into(),
         image: Some(pool.image.clone()),
         env: Some(vec![
             EnvVar { name: "RUNNER_JITCONFIG".into(), value_from: Some(jit_config), ..EnvVar::default() },
@@ -73,7 +73,7 @@ pub fn pod(worker: &Worker, pool: &BoardPool, runner_id: Option<i64>) -> Pod {
             host_network: pool.host_network.then_some(true),
             restart_policy: Some("Never".into()),
             active_deadline_seconds: Some(i64::try_from(pool.active_deadline.as_secs()).unwrap_or(i64::MAX)),
-            // A job is somebody else's code: it gets no key to the cluster.
+            // Jobs are untrusted code: they get no API server token.
             automount_service_account_token: Some(false),
             enable_service_links: Some(false),
             ..PodSpec::default()
@@ -82,12 +82,11 @@ pub fn pod(worker: &Worker, pool: &BoardPool, runner_id: Option<i64>) -> Pod {
     }
 }
 
-/// Those of the worker.
 fn labels(worker: &Worker) -> BTreeMap<String, String> {
     worker.spec.board.as_ref().map(|board| worker::labels(&worker.spec.pool, board)).unwrap_or_default()
 }
 
-/// The Secret, as it is made before the pod: its worker owns it until [`adoption`].
+/// The Secret, created before the pod; its worker owns it until [`adoption`].
 pub fn secret(worker: &Worker, jit_config: &str, runner_id: i64) -> Secret {
     Secret {
         metadata: ObjectMeta {
@@ -105,15 +104,15 @@ pub fn secret(worker: &Worker, jit_config: &str, runner_id: i64) -> Secret {
 }
 
 fn annotations(runner_id: i64) -> BTreeMap<String, String> {
-    [(RUNNER_ID.to_owned(), runner_id.to_string())].into()
+    [(RUNNER_ID_ANNOTATION.to_owned(), runner_id.to_string())].into()
 }
 
-/// The runner's number at GitHub, as the pod or Secret that was made for it remembers it.
+/// The runner's id at GitHub, from the annotation of its pod or Secret.
 pub fn runner_id<K: Metadata<Ty = ObjectMeta>>(object: &K) -> Option<i64> {
-    object.metadata().annotations.as_ref()?.get(RUNNER_ID)?.parse().ok()
+    object.metadata().annotations.as_ref()?.get(RUNNER_ID_ANNOTATION)?.parse().ok()
 }
 
-/// The pod as the only owner of its Secret, so that the config never outlives it.
+/// The reference that makes the pod the only owner of its Secret, so that the config never outlives the pod.
 pub fn adoption(pod: &Pod) -> OwnerReference {
     OwnerReference {
         api_version: "v1".into(),
@@ -124,7 +123,7 @@ pub fn adoption(pod: &Pod) -> OwnerReference {
     }
 }
 
-/// Whether a pod, and which, owns the Secret.
+/// The uid of the pod that owns the Secret, if one does.
 pub fn adopted_by(secret: &Secret) -> Option<&str> {
     let owners = secret.metadata.owner_references.as_deref().unwrap_or_default();
     owners.iter().find(|owner| owner.kind == "Pod").map(|owner| owner.uid.as_str())

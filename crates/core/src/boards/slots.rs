@@ -15,7 +15,7 @@ use crate::{
     names::PoolKey,
 };
 
-/// The slots of every board pool. Pools may share nodes, so that what one takes another has no more.
+/// The slots of every board pool. Pools that share a node share its slots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Capacity {
     pools: BTreeMap<PoolKey, PoolSlots>,
@@ -26,15 +26,15 @@ struct PoolSlots {
     total: i64,
     /// Slots that no pod bound to a node holds.
     unbound: i64,
-    /// Slots that are promised and not bound to a node: pods the scheduler has not placed, workers without a pod.
-    promised: i64,
-    /// Pools that share a node with it, itself among them: a promise of any of them may end up on that node.
+    /// Slots that are reserved and not bound to a node: for unscheduled pods and for workers without a pod.
+    reserved: i64,
+    /// Pools that share a node with this one, itself included: a reservation of any of them may take a slot there.
     rivals: Vec<PoolKey>,
 }
 
 impl Capacity {
-    /// Counts. `pods` are the runner pods, `workers` those of the board pools; a worker whose pod is known is counted
-    /// by its pod alone.
+    /// `pods` are the runner pods, `workers` those of the board pools. A worker whose pod is known counts by its pod
+    /// alone.
     pub fn count<'a>(
         pools: impl IntoIterator<Item = (PoolKey, &'a BoardPool)>,
         nodes: &[Arc<Node>],
@@ -60,8 +60,8 @@ impl Capacity {
             }
         }
         for worker in workers {
-            let known = (worker.metadata.namespace.as_deref(), worker.metadata.name.as_deref());
-            if is_active(worker) && !with_pod.contains(&known) {
+            let name = (worker.metadata.namespace.as_deref(), worker.metadata.name.as_deref());
+            if is_active(worker) && !with_pod.contains(&name) {
                 let namespace = worker.metadata.namespace.clone().unwrap_or_default();
                 capacity.take(&PoolKey::new(namespace, worker.spec.pool.clone()));
             }
@@ -73,7 +73,7 @@ impl Capacity {
             for (key, pool) in &here {
                 let resource = &pool.resource_name;
                 let all = allocatable(node, resource);
-                let held: i64 = pods.iter().map(|pod| asked(pod, resource)).sum();
+                let held: i64 = pods.iter().map(|pod| requested(pod, resource)).sum();
                 let slots = capacity.pools.entry(key.clone()).or_default();
                 slots.total += all;
                 slots.unbound += (all - held).max(0);
@@ -87,10 +87,10 @@ impl Capacity {
         capacity
     }
 
-    /// Promises one slot of the pool.
+    /// Reserves one slot of the pool.
     pub fn take(&mut self, pool: &PoolKey) {
         if let Some(slots) = self.pools.get_mut(pool) {
-            slots.promised += 1;
+            slots.reserved += 1;
         }
     }
 
@@ -98,11 +98,11 @@ impl Capacity {
         self.pools.get(pool).map_or(0, |slots| clamp(slots.total))
     }
 
-    /// What the pool can count on.
+    /// Slots that the pool can still use.
     pub fn free(&self, pool: &PoolKey) -> u32 {
         let Some(slots) = self.pools.get(pool) else { return 0 };
-        let promised = slots.rivals.iter().filter_map(|rival| self.pools.get(rival)).map(|rival| rival.promised);
-        clamp(slots.unbound - promised.sum::<i64>())
+        let reserved = slots.rivals.iter().filter_map(|rival| self.pools.get(rival)).map(|rival| rival.reserved);
+        clamp(slots.unbound - reserved.sum::<i64>())
     }
 }
 
@@ -116,12 +116,12 @@ fn clamp(count: i64) -> u32 {
     u32::try_from(count.max(0)).unwrap_or(u32::MAX)
 }
 
-/// Whether a worker still serves or will serve.
+/// Whether a worker has not ended.
 pub fn is_active(worker: &Worker) -> bool {
     !worker.status.as_ref().and_then(|status| status.state).is_some_and(|state| state.is_over())
 }
 
-/// Ready, schedulable, and without a taint that keeps runner pods away (they tolerate none), such as
+/// Ready, schedulable, and without a taint, because runner pods tolerate none, such as
 /// `node.kubernetes.io/unreachable`.
 fn is_usable(node: &Node) -> bool {
     let spec = node.spec.as_ref();
@@ -145,13 +145,13 @@ fn allocatable(node: &Node, resource: &str) -> i64 {
     all.and_then(|all| all.get(resource)).map_or(0, whole)
 }
 
-fn asked(pod: &Pod, resource: &str) -> i64 {
+fn requested(pod: &Pod, resource: &str) -> i64 {
     let containers = pod.spec.as_ref().map(|spec| spec.containers.as_slice()).unwrap_or_default();
     let limits = containers.iter().filter_map(|container| container.resources.as_ref()?.limits.as_ref()?.get(resource));
     limits.map(whole).sum()
 }
 
-/// Extended resources are whole numbers, which large ones write as `2k`.
+/// Extended resources are whole numbers, possibly with a suffix such as `2k`.
 fn whole(quantity: &Quantity) -> i64 {
     let text = quantity.0.as_str();
     let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());

@@ -1,4 +1,4 @@
-//! The worker of a board: what it is, what its pod says about it, and what to do next.
+//! The worker of a board: its object, its state according to its pod, and its next action.
 
 use std::collections::BTreeMap;
 
@@ -14,15 +14,14 @@ use crate::api::{
     LABEL_ENTITY, LABEL_POOL, READY, RunnerClaim, Worker, WorkerSpec, WorkerState, clip,
 };
 
-/// As many failed workers of an open claim are kept: enough for the longest wait before the next one.
+/// How many failed workers of an open claim are kept: enough to reach the longest backoff.
 pub const FAILURES_KEPT: usize = 8;
-/// How long a kubelet may take to end a pod whose deadline has come.
-const ENDING: SignedDuration = SignedDuration::from_mins(1);
+/// How long a kubelet may take to end a pod after its deadline.
+const POD_END_GRACE: SignedDuration = SignedDuration::from_mins(1);
 
-/// A worker as it is first written. Its finalizer says that a runner may be registered for it; it goes as soon as there
-/// is none, so that a finished worker is a mere record.
+/// A new worker. Its finalizer means that a runner may be registered for it, and is removed after that runner.
 ///
-/// It has no owner: a claim that is deleted must leave a busy worker alone, and a finished one is kept for its logs.
+/// It has no owner reference: a busy worker outlives its deleted claim, and a finished one is kept for its logs.
 pub fn worker(name: String, claim: &RunnerClaim, pool: &str, board: BoardWorker) -> Worker {
     let metadata = ObjectMeta {
         name: Some(name),
@@ -35,24 +34,24 @@ pub fn worker(name: String, claim: &RunnerClaim, pool: &str, board: BoardWorker)
     Worker { metadata, spec, status: None }
 }
 
-/// By which people find workers, and what is made for them.
+/// Labels of a worker and of the objects created for it.
 pub fn labels(pool: &str, board: &BoardWorker) -> BTreeMap<String, String> {
     let labels = [(LABEL_POOL, pool), (LABEL_CLAIM, &board.claim), (LABEL_ENTITY, &board.entity)];
     labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into()
 }
 
-/// Whether the worker was made for exactly this claim.
+/// Whether the worker was created for exactly this claim.
 pub fn serves(worker: &Worker, claim: &RunnerClaim) -> bool {
     let uid = worker.claim_uid();
     uid.is_some() && uid == claim.metadata.uid.as_deref()
 }
 
-/// Which of its claim's workers it is.
+/// The worker's number among its claim's workers.
 pub fn attempt(worker: &Worker) -> u32 {
     worker.spec.board.as_ref().map_or(0, |board| board.attempt)
 }
 
-/// A worker that nobody has looked at yet is pending.
+/// A worker without a status is pending.
 pub fn state(worker: &Worker) -> WorkerState {
     worker.status.as_ref().and_then(|status| status.state).unwrap_or(WorkerState::Pending)
 }
@@ -61,12 +60,12 @@ pub fn since(worker: &Worker) -> Option<Timestamp> {
     Some(worker.status.as_ref()?.state_since.as_ref()?.0)
 }
 
-/// When it was over.
+/// When the worker ended.
 pub fn ended(worker: &Worker) -> Option<Timestamp> {
     since(worker).filter(|_| state(worker).is_over())
 }
 
-/// Whether its runner was seen online, which its own `Ready` condition remembers.
+/// Whether its runner has been online, as its `Ready` condition records.
 pub fn is_up(worker: &Worker) -> bool {
     ready_since(worker).is_some()
 }
@@ -87,17 +86,17 @@ pub fn holds_runner(worker: &Worker) -> bool {
     worker.metadata.finalizers.as_deref().unwrap_or_default().iter().any(|finalizer| finalizer == FINALIZER)
 }
 
-/// What a pod says about its worker.
+/// A worker's state according to its pod.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Observed {
     pub state: WorkerState,
     pub node: Option<String>,
-    /// What holds a pod up that does not run yet, such as an image that cannot be pulled.
+    /// Why the pod does not run yet, such as an image that cannot be pulled.
     pub waiting: Option<String>,
     pub failure: Option<Failure>,
 }
 
-/// How the claim of a worker is.
+/// State of a worker's claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClaimView {
     Open,
@@ -105,72 +104,72 @@ pub enum ClaimView {
     Gone,
 }
 
-/// What is known about a worker beside its own object.
+/// Facts about a worker besides the object itself.
 #[derive(Clone, Debug)]
 pub struct WorkerFacts<'a> {
     pub pod: Option<&'a Pod>,
     pub claim: ClaimView,
     /// No open claim needs it.
     pub surplus: bool,
-    /// The kubelet of its pod's node is silent.
+    /// The kubelet of its pod's node does not respond.
     pub unreachable: bool,
     /// What the health rules found.
     pub unhealthy: Option<Failure>,
-    /// Its claim has newer failures than need to be remembered.
+    /// Its claim has enough newer failures for the backoff.
     pub outdated: bool,
 }
 
-/// The next thing to do for a worker.
+/// The next action for a worker.
 #[derive(Clone, Debug, PartialEq)]
 pub enum WorkerAction {
-    /// Get a JIT config, and make the Secret and the pod.
+    /// Get a JIT config, then create the Secret and the pod.
     Create,
-    /// Write down what the pod says.
+    /// Write the pod's state to the worker's status.
     Mirror(Observed),
-    /// Write down that it failed.
+    /// Mark the worker failed.
     Fail(Failure),
-    /// It is unhealthy: remove its runner unless that is busy, then write down that it failed.
+    /// Unhealthy: remove its runner unless that is busy, then mark the worker failed.
     GiveUp(Failure),
-    /// Nobody needs it: remove its runner unless that is busy, then delete it.
+    /// Surplus: remove its runner unless that is busy, then delete the worker.
     Retire,
-    /// It is over and its pod is not: have the kubelet end it, so that its log stays.
+    /// The worker has ended and its pod has not: let the kubelet end it, which keeps its log.
     EndPod,
-    /// Nobody will ever end its pod.
+    /// The node is unreachable and its kubelet will not end the pod: delete it by force.
     ForcePod,
-    /// It is over: remove its runner, then the finalizer.
+    /// The worker has ended: remove its runner, then the finalizer.
     Deregister,
-    /// It is to go: remove its runner unless that is busy, then the pod, then the finalizer.
+    /// Being deleted: remove its runner unless that is busy, then the pod, then the finalizer.
     Remove,
     /// Its claim is gone: delete it.
     Delete,
-    /// It is over and its pod was kept long enough.
+    /// The worker has ended and its pod is no longer needed: delete the pod.
     DeletePod,
-    /// Nobody needs the record any more: delete it.
+    /// The record is no longer needed: delete it.
     Forget,
-    /// Nothing before this moment, if there is one.
-    Rest(Option<Timestamp>),
+    /// Nothing to do until this time, or until a change.
+    Wait(Option<Timestamp>),
 }
 
-/// How long things that are over are kept.
+/// How long the pods and records of ended workers are kept.
 #[derive(Clone, Copy, Debug)]
 pub struct Keep {
     pub pod: Duration,
     pub record: Duration,
 }
 
-pub fn next(worker: &Worker, view: WorkerFacts<'_>, keep: Keep, now: Timestamp) -> WorkerAction {
+pub fn next(worker: &Worker, facts: WorkerFacts<'_>, keep: Keep, now: Timestamp) -> WorkerAction {
     if worker.metadata.deletion_timestamp.is_some() {
-        return if holds_runner(worker) { WorkerAction::Remove } else { WorkerAction::Rest(None) };
+        return if holds_runner(worker) { WorkerAction::Remove } else { WorkerAction::Wait(None) };
     }
     if state(worker).is_over() {
-        return after(worker, &view, keep, now);
+        return after_end(worker, &facts, keep, now);
     }
-    let seen = worker.status.as_ref().and_then(|status| status.pod.as_ref()).is_some();
-    match (view.pod, view.unhealthy) {
-        _ if view.claim == ClaimView::Gone => WorkerAction::Delete,
-        (Some(pod), _) if view.unreachable && !has_ended(pod) => WorkerAction::Fail(lost_node(pod)),
-        _ if view.surplus => WorkerAction::Retire,
-        (None, _) if seen => {
+    let had_pod = worker.status.as_ref().and_then(|status| status.pod.as_ref()).is_some();
+    match (facts.pod, facts.unhealthy) {
+        _ if facts.claim == ClaimView::Gone => WorkerAction::Delete,
+        (Some(pod), _) if facts.unreachable && !has_ended(pod) => WorkerAction::Fail(lost_node(pod)),
+        _ if facts.surplus => WorkerAction::Retire,
+        (None, _) if had_pod => {
             WorkerAction::Fail(failure(FailureReason::PodMissing, "the pod was deleted by someone else"))
         }
         (None, _) => WorkerAction::Create,
@@ -181,34 +180,34 @@ pub fn next(worker: &Worker, view: WorkerFacts<'_>, keep: Keep, now: Timestamp) 
     }
 }
 
-/// What is left to do for a worker that is over.
-fn after(worker: &Worker, view: &WorkerFacts<'_>, keep: Keep, now: Timestamp) -> WorkerAction {
+/// The next action for a worker that has ended.
+fn after_end(worker: &Worker, facts: &WorkerFacts<'_>, keep: Keep, now: Timestamp) -> WorkerAction {
     let end = since(worker).unwrap_or(now);
-    let due = |at: Timestamp, step: WorkerAction| if at <= now { step } else { WorkerAction::Rest(Some(at)) };
-    match view.pod {
+    let due = |at: Timestamp, action: WorkerAction| if at <= now { action } else { WorkerAction::Wait(Some(at)) };
+    match facts.pod {
         Some(pod) if !has_ended(pod) => {
             let spec = pod.spec.as_ref();
             let deadline = spec.and_then(|spec| spec.active_deadline_seconds);
             let placed = spec.is_some_and(|spec| spec.node_name.is_some());
-            if view.unreachable {
+            if facts.unreachable {
                 WorkerAction::ForcePod
             } else if pod.metadata.deletion_timestamp.is_some() {
-                WorkerAction::Rest(None)
+                WorkerAction::Wait(None)
             } else if !placed {
-                // No kubelet has it, so that it has no log.
+                // It is not scheduled, so it has no log.
                 WorkerAction::DeletePod
             } else if deadline != Some(1) {
                 WorkerAction::EndPod
             } else {
-                due(end.saturating_add(ENDING).unwrap_or(now), WorkerAction::DeletePod)
+                due(end.saturating_add(POD_END_GRACE).unwrap_or(now), WorkerAction::DeletePod)
             }
         }
         _ if holds_runner(worker) => WorkerAction::Deregister,
-        _ if view.outdated => WorkerAction::Forget,
+        _ if facts.outdated => WorkerAction::Forget,
         Some(_) => due(keep.pod.after(end), WorkerAction::DeletePod),
-        // An open claim still counts what its workers have done.
-        None if view.claim == ClaimView::Open => WorkerAction::Rest(None),
-        None if now < keep.record.after(end) => WorkerAction::Rest(None),
+        // An open claim still counts its finished workers.
+        None if facts.claim == ClaimView::Open => WorkerAction::Wait(None),
+        None if now < keep.record.after(end) => WorkerAction::Wait(None),
         None => WorkerAction::Forget,
     }
 }
@@ -224,7 +223,8 @@ pub fn failure(reason: FailureReason, message: &str) -> Failure {
     Failure { reason, message, containers: vec![], events: vec![], log_tail: None }
 }
 
-/// What the pod says, one arrow further at most: a pod that ran and ended unseen makes its worker running first.
+/// The worker's state according to its pod, one transition ahead at most: the worker of a pod that ended before it was
+/// seen running becomes running first.
 pub fn observe(before: WorkerState, pod: &Pod) -> Observed {
     let status = pod.status.as_ref();
     let phase = status.and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
@@ -233,7 +233,7 @@ pub fn observe(before: WorkerState, pod: &Pod) -> Observed {
         (WorkerState::Pending, "Running" | "Succeeded") => (WorkerState::Running, None),
         (WorkerState::Running, "Succeeded") => (WorkerState::Completed, None),
         (WorkerState::Pending | WorkerState::Running, "Failed") => (WorkerState::Failed, Some(pod_failure(pod))),
-        // An unreachable kubelet says `Unknown`; nothing goes back.
+        // The pod of an unreachable kubelet is `Unknown`. States never move back.
         (before, _) => (before, None),
     };
     let waiting = if phase == "Pending" { waiting(pod) } else { None };
@@ -257,12 +257,12 @@ fn waiting(pod: &Pod) -> Option<String> {
 fn pod_failure(pod: &Pod) -> Failure {
     let status = pod.status.as_ref();
     let containers = containers(pod);
-    let told = status.and_then(|status| match (&status.reason, &status.message) {
+    let reported = status.and_then(|status| match (&status.reason, &status.message) {
         (Some(reason), Some(message)) => Some(format!("{reason}: {message}")),
         (reason, message) => reason.clone().or_else(|| message.clone()),
     });
     let ended = containers.iter().find(|container| container.exit_code.is_some_and(|code| code != 0));
-    let message = told.or_else(|| {
+    let message = reported.or_else(|| {
         let container = ended?;
         let reason = container.reason.as_deref().map(|reason| format!(" ({reason})")).unwrap_or_default();
         Some(format!("container {} ended with exit code {}{reason}", container.name, container.exit_code?))

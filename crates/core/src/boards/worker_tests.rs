@@ -13,7 +13,7 @@ fn in_state(state: &str) -> Worker {
     with(&board_worker("w", "p", "c"), json!({"status": {"state": state, "stateSince": "1970-01-01T00:00:00Z"}}))
 }
 
-fn view(pod: Option<&Pod>, claim: ClaimView) -> WorkerFacts<'_> {
+fn facts(pod: Option<&Pod>, claim: ClaimView) -> WorkerFacts<'_> {
     WorkerFacts { pod, claim, surplus: false, unreachable: false, unhealthy: None, outdated: false }
 }
 
@@ -37,29 +37,33 @@ fn each_state_has_its_next_step() {
         ("its claim is gone", &fresh, Some(&running), Gone, 0, WorkerAction::Delete),
         ("it failed", &in_state("failed"), none, Open, 0, WorkerAction::Deregister),
         ("it completed and its claim is gone", &in_state("completed"), none, Gone, 0, WorkerAction::Deregister),
-        ("a record with a pod", &record, Some(&ended), Gone, 59, WorkerAction::Rest(Some(at(60)))),
+        ("a record with a pod", &record, Some(&ended), Gone, 59, WorkerAction::Wait(Some(at(60)))),
         ("a record with an old pod", &record, Some(&ended), Open, 60, WorkerAction::DeletePod),
-        ("a record that counts", &record, none, Open, 9999, WorkerAction::Rest(None)),
-        ("a record", &record, none, Over, 3599, WorkerAction::Rest(None)),
+        ("a record that counts", &record, none, Open, 9999, WorkerAction::Wait(None)),
+        ("a record", &record, none, Over, 3599, WorkerAction::Wait(None)),
         ("an old record", &record, none, Gone, 3600, WorkerAction::Forget),
         ("it is being deleted", &with(&fresh, deleted.clone()), Some(&running), Open, 0, WorkerAction::Remove),
-        ("a record is being deleted", &with(&record, deleted), Some(&running), Open, 0, WorkerAction::Rest(None)),
+        ("a record is being deleted", &with(&record, deleted), Some(&running), Open, 0, WorkerAction::Wait(None)),
     ] {
-        assert_eq!(next(worker, view(pod, claim), KEEP, at(now)), expected, "{name}");
+        assert_eq!(next(worker, facts(pod, claim), KEEP, at(now)), expected, "{name}");
     }
 }
 
 #[test]
-fn a_worker_that_nobody_needs_goes_and_one_that_is_sick_is_given_up() {
+fn a_surplus_worker_is_retired_and_an_unhealthy_one_is_given_up() {
     let unhealthy = failure(FailureReason::RunnerIdle, "idle");
     let running = pod("w", "p", Some("n"), "Running");
-    let base = view(Some(&running), ClaimView::Open);
+    let base = facts(Some(&running), ClaimView::Open);
     let up = in_state("running");
     assert_eq!(next(&up, WorkerFacts { surplus: true, ..base.clone() }, KEEP, at(0)), WorkerAction::Retire);
     let given_up = WorkerFacts { unhealthy: Some(unhealthy.clone()), ..base.clone() };
     assert_eq!(next(&up, given_up.clone(), KEEP, at(0)), WorkerAction::GiveUp(unhealthy));
     let moved = next(&board_worker("w", "p", "c"), given_up, KEEP, at(0));
-    assert_eq!(moved, WorkerAction::Mirror(observe(WorkerState::Pending, &running)), "what the pod says comes first");
+    assert_eq!(
+        moved,
+        WorkerAction::Mirror(observe(WorkerState::Pending, &running)),
+        "the state of the pod comes first"
+    );
     let lost = WorkerFacts { unreachable: true, surplus: true, ..base };
     let WorkerAction::Fail(failure) = next(&up, lost, KEEP, at(0)) else { panic!("its node is lost") };
     assert_eq!((failure.reason, failure.message.as_str()), (FailureReason::NodeUnreachable, "node n does not answer"));
@@ -69,14 +73,14 @@ fn a_worker_that_nobody_needs_goes_and_one_that_is_sick_is_given_up() {
 fn the_pod_of_a_worker_that_is_over_is_ended_so_that_its_log_stays() {
     let failed = in_state("failed");
     let running = pod("w", "p", Some("n"), "Running");
-    let told = with(&running, json!({"spec": {"activeDeadlineSeconds": 1}}));
-    let step = |pod: &Pod, now| next(&failed, view(Some(pod), ClaimView::Open), KEEP, at(now));
+    let ending = with(&running, json!({"spec": {"activeDeadlineSeconds": 1}}));
+    let step = |pod: &Pod, now| next(&failed, facts(Some(pod), ClaimView::Open), KEEP, at(now));
     assert_eq!(step(&running, 0), WorkerAction::EndPod);
-    assert_eq!(step(&told, 0), WorkerAction::Rest(Some(at(60))));
-    assert_eq!(step(&told, 60), WorkerAction::DeletePod, "the kubelet does not act");
+    assert_eq!(step(&ending, 0), WorkerAction::Wait(Some(at(60))));
+    assert_eq!(step(&ending, 60), WorkerAction::DeletePod, "the kubelet does not act");
     assert_eq!(step(&pod("w", "p", None, "Pending"), 0), WorkerAction::DeletePod, "no kubelet has it");
     assert_eq!(step(&pod("w", "p", Some("n"), "Failed"), 0), WorkerAction::Deregister);
-    let lost = WorkerFacts { unreachable: true, ..view(Some(&told), ClaimView::Open) };
+    let lost = WorkerFacts { unreachable: true, ..facts(Some(&ending), ClaimView::Open) };
     assert_eq!(next(&failed, lost, KEEP, at(0)), WorkerAction::ForcePod);
 }
 
@@ -84,7 +88,7 @@ fn the_pod_of_a_worker_that_is_over_is_ended_so_that_its_log_stays() {
 fn failures_that_need_not_be_remembered_are_forgotten() {
     let record = with(&in_state("failed"), json!({"metadata": {"finalizers": null}}));
     let ended = pod("w", "p", Some("n"), "Failed");
-    let old = WorkerFacts { outdated: true, ..view(Some(&ended), ClaimView::Open) };
+    let old = WorkerFacts { outdated: true, ..facts(Some(&ended), ClaimView::Open) };
     assert_eq!(next(&record, old, KEEP, at(0)), WorkerAction::Forget);
 }
 

@@ -1,16 +1,16 @@
-//! The jobs that claims were made for: how far each one is, which runner has it, and when GitHub is to be asked.
+//! Jobs of claims: their progress, their runner, and when to ask GitHub about them.
 
 use jiff::{SignedDuration, Timestamp};
 
 use super::job_facts::{JobFacts, JobStage};
 use crate::api::{Duration, Runner, RunnerClaim};
 
-/// How long a webhook may take to tell what became of a job whose runner ended.
+/// How long a webhook may take to report the end of a job whose runner ended.
 const WEBHOOK_GRACE: SignedDuration = SignedDuration::from_secs(5);
-/// No healthy job is asked for more often.
-const ASK_AT_MOST: SignedDuration = SignedDuration::from_mins(1);
+/// The shortest interval between two regular questions about a job, to save GitHub requests.
+const JOB_POLL_MIN: SignedDuration = SignedDuration::from_mins(1);
 
-/// How far a job is.
+/// Progress of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum JobState {
     /// No runner has taken it.
@@ -19,12 +19,12 @@ pub enum JobState {
     Completed,
     /// GitHub does not know it.
     Gone,
-    /// It is queued although its workflow run is over.
+    /// It is queued although its workflow run is completed.
     Stuck,
 }
 
 impl JobState {
-    /// Whether no runner will ever take it.
+    /// Whether no runner will run it any more.
     pub const fn is_over(self) -> bool {
         match self {
             Self::Queued | Self::Running => false,
@@ -33,7 +33,7 @@ impl JobState {
     }
 }
 
-/// What GitHub answered about a job, and when it was asked.
+/// GitHub's answer about a job, and when it was asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobSeen {
     pub state: JobState,
@@ -43,36 +43,36 @@ pub struct JobSeen {
 
 /// The runner that took the claim's job, as a webhook or GitHub's answer named it.
 pub fn runner(claim: &RunnerClaim, seen: Option<&JobSeen>) -> Option<Runner> {
-    let told = JobFacts::of(claim).runner;
-    told.or_else(|| seen?.runner.clone()).or_else(|| claim.status.as_ref()?.runner.clone())
+    let reported = JobFacts::of(claim).runner;
+    reported.or_else(|| seen?.runner.clone()).or_else(|| claim.status.as_ref()?.runner.clone())
 }
 
-/// How far the claim's job is; nothing for a claim without one. `ended` is when the worker that had it ended: only an
-/// answer after that can say that GitHub took the job back from it.
+/// Progress of the claim's job; none for a claim without one. `ended` is when the worker that had it ended: only an
+/// answer after that can mean that GitHub requeued the job.
 pub fn state(claim: &RunnerClaim, seen: Option<&JobSeen>, ended: Option<Timestamp>) -> Option<JobState> {
     claim.spec.job.as_ref()?;
-    let told = JobFacts::of(claim).job;
-    let taken_back = seen.zip(ended).is_some_and(|(seen, end)| seen.at >= end);
-    Some(match (told, seen.map(|seen| seen.state)) {
+    let reported = JobFacts::of(claim).job;
+    let is_after_end = seen.zip(ended).is_some_and(|(seen, end)| seen.at >= end);
+    Some(match (reported, seen.map(|seen| seen.state)) {
         (Some(JobStage::Completed), _) => JobState::Completed,
         (_, Some(state)) if state.is_over() => state,
-        (_, Some(JobState::Queued)) if taken_back => JobState::Queued,
+        (_, Some(JobState::Queued)) if is_after_end => JobState::Queued,
         (Some(JobStage::InProgress), _) | (_, Some(JobState::Running)) => JobState::Running,
         _ if claim.status.as_ref().is_some_and(|status| status.runner.is_some()) => JobState::Running,
         _ => JobState::Queued,
     })
 }
 
-/// When GitHub is to be asked about a job.
+/// When to ask GitHub about a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ask {
     pub at: Timestamp,
-    /// A worker ended that may have run it, and nothing was heard since.
+    /// A worker that may have run it ended, and no answer is newer.
     pub urgent: bool,
 }
 
-/// When GitHub is to be asked about a job of an open claim. Webhooks tell what happens; this is for those that were lost.
-/// `ended` is when a worker ended that may have run it.
+/// When to ask GitHub about a job of an open claim, in case a webhook was lost. `ended` is when a worker that may have
+/// run it ended.
 pub fn ask(
     claim: &RunnerClaim,
     seen: Option<&JobSeen>,
@@ -83,7 +83,7 @@ pub fn ask(
     let created = claim.metadata.creation_timestamp.as_ref()?.0;
     let regular = match seen {
         None => stuck_queued.after(created),
-        Some(seen) => stuck_queued.after(seen.at).max(seen.at.saturating_add(ASK_AT_MOST).ok()?),
+        Some(seen) => stuck_queued.after(seen.at).max(seen.at.saturating_add(JOB_POLL_MIN).ok()?),
     };
     let prompt = ended.and_then(|end| end.saturating_add(WEBHOOK_GRACE).ok());
     let prompt = prompt.filter(|at| seen.is_none_or(|seen| seen.at < *at));
@@ -107,7 +107,7 @@ mod tests {
         Timestamp::from_second(second).unwrap()
     }
 
-    fn told(state: Value, runner: Value) -> RunnerClaim {
+    fn reported(state: Value, runner: Value) -> RunnerClaim {
         let annotations = json!({ANNOTATION_JOB_STATE: state, ANNOTATION_JOB_RUNNER: runner});
         with(&claim("c", 0), json!({"metadata": {"annotations": annotations}, "spec": {"job": {"id": 5}}}))
     }
@@ -120,7 +120,7 @@ mod tests {
     fn webhooks_come_first_and_answers_fill_the_gaps() {
         use JobState::{Completed, Gone, Queued, Running, Stuck};
         let (none, queued, busy, done) = (json!(null), json!("queued"), json!("in_progress"), json!("completed"));
-        for (told_state, answer, ended, expected) in [
+        for (webhook, answer, ended, expected) in [
             (&none, None, None, Queued),
             (&queued, None, None, Queued),
             (&busy, None, None, Running),
@@ -133,26 +133,27 @@ mod tests {
             (&busy, seen(Queued, 9), Some(at(10)), Running),
             (&busy, seen(Queued, 10), Some(at(10)), Queued),
         ] {
-            let claim = told(told_state.clone(), json!(null));
-            assert_eq!(state(&claim, answer.as_ref(), ended), Some(expected), "{told_state} {answer:?} {ended:?}");
+            let claim = reported(webhook.clone(), json!(null));
+            assert_eq!(state(&claim, answer.as_ref(), ended), Some(expected), "{webhook} {answer:?} {ended:?}");
         }
         assert_eq!(state(&claim("c", 0), None, None), None, "a claim without a job");
-        let known = with(&told(queued, json!(null)), json!({"status": {"runner": {"name": "w"}}}));
-        assert_eq!(state(&known, None, None), Some(Running), "the status remembers what an answer said");
+        let known = with(&reported(queued, json!(null)), json!({"status": {"runner": {"name": "w"}}}));
+        assert_eq!(state(&known, None, None), Some(Running), "the status keeps an earlier answer");
     }
 
     #[test]
     fn the_runner_is_the_one_that_the_webhook_named() {
         let answer =
             JobSeen { state: JobState::Running, runner: Some(Runner { id: None, name: "b".into() }), at: at(0) };
-        let named = |text: Value| runner(&told(json!("in_progress"), text), Some(&answer)).map(|runner| runner.name);
+        let named =
+            |text: Value| runner(&reported(json!("in_progress"), text), Some(&answer)).map(|runner| runner.name);
         assert_eq!(named(json!("7/a")), Some("a".into()));
         assert_eq!(named(json!(null)), Some("b".into()), "unless there was none");
     }
 
     #[test]
     fn a_healthy_job_is_asked_for_once_a_minute_at_most_and_soon_after_its_runner_ended() {
-        let claim = told(json!("queued"), json!(null));
+        let claim = reported(json!("queued"), json!(null));
         let created = claim.metadata.creation_timestamp.as_ref().unwrap().0.as_second();
         let ask = |seen: Option<JobSeen>, ended: Option<i64>, stuck| {
             let ask = ask(&claim, seen.as_ref(), ended.map(at), Duration::from_secs(stuck)).unwrap();

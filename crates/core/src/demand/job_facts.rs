@@ -1,7 +1,6 @@
-//! What webhooks told of a claim, as its annotations carry it.
+//! Facts from webhooks about a claim, stored in its annotations.
 //!
-//! Facts are joined and never taken back: whatever the order and repetition in which they are heard, the outcome is
-//! the same.
+//! Facts are merged and never retracted, so the order and repetition of webhooks do not matter.
 
 use std::collections::BTreeMap;
 
@@ -9,14 +8,14 @@ use crate::api::{
     ANNOTATION_JOB_RUNNER, ANNOTATION_JOB_STATE, ANNOTATION_RUN_STATE, RUNNER_NAME_MAX, Runner, RunnerClaim, head,
 };
 
-/// How far a job is; the later, the further.
+/// Progress of a job, in ascending order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum JobStage {
     /// It waits for a runner.
     Queued,
     /// A runner has taken it.
     InProgress,
-    /// It is over, run or not.
+    /// It has ended, whether it ran or not.
     Completed,
 }
 
@@ -37,32 +36,32 @@ impl JobStage {
     }
 }
 
-/// Everything that was heard of a claim.
+/// All facts from webhooks about a claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JobFacts {
-    /// How far the claim's job is; nothing for a claim that no webhook made.
+    /// Progress of the claim's job; none for a claim that no webhook created.
     pub job: Option<JobStage>,
-    /// The runner that took the job; it may be another than the one made for it.
+    /// The runner that took the job; it may be another than the one created for it.
     pub runner: Option<Runner>,
-    /// Whether the claim's workflow run is over.
+    /// Whether the claim's workflow run is completed.
     pub run_completed: bool,
 }
 
-/// What a run's annotation says once it is over.
-const RUN_OVER: &str = "completed";
+/// The value of the run-state annotation of a completed run.
+const RUN_COMPLETED: &str = "completed";
 
 impl JobFacts {
-    /// What the claim's annotations say. People can write annotations too: what makes no sense says nothing.
+    /// Reads the claim's annotations. Users can edit them, so invalid values are ignored.
     pub fn of(claim: &RunnerClaim) -> Self {
-        let said = |key: &str| claim.metadata.annotations.as_ref()?.get(key).map(String::as_str);
+        let value = |key: &str| claim.metadata.annotations.as_ref()?.get(key).map(String::as_str);
         Self {
-            job: said(ANNOTATION_JOB_STATE).and_then(JobStage::parse),
-            runner: said(ANNOTATION_JOB_RUNNER).and_then(parse_runner),
-            run_completed: said(ANNOTATION_RUN_STATE) == Some(RUN_OVER),
+            job: value(ANNOTATION_JOB_STATE).and_then(JobStage::parse),
+            runner: value(ANNOTATION_JOB_RUNNER).and_then(parse_runner),
+            run_completed: value(ANNOTATION_RUN_STATE) == Some(RUN_COMPLETED),
         }
     }
 
-    /// Both together. GitHub gives a job to one runner; should it ever name two, every replica keeps the same one.
+    /// Merges both. GitHub gives a job to one runner; should it ever name two, every replica keeps the same one.
     pub fn and(self, more: Self) -> Self {
         let rank = |runner: &Runner| (runner.id, runner.name.clone());
         Self {
@@ -72,17 +71,17 @@ impl JobFacts {
         }
     }
 
-    /// The annotations that say it.
+    /// The annotations that store these facts.
     pub fn annotations(&self) -> BTreeMap<String, String> {
         let job = self.job.map(|job| (ANNOTATION_JOB_STATE, job.as_str().to_owned()));
-        let runner = self.runner.as_ref().map(|runner| (ANNOTATION_JOB_RUNNER, show_runner(runner)));
-        let run = self.run_completed.then(|| (ANNOTATION_RUN_STATE, RUN_OVER.to_owned()));
+        let runner = self.runner.as_ref().map(|runner| (ANNOTATION_JOB_RUNNER, format_runner(runner)));
+        let run = self.run_completed.then(|| (ANNOTATION_RUN_STATE, RUN_COMPLETED.to_owned()));
         [job, runner, run].into_iter().flatten().map(|(key, value)| (key.to_owned(), value)).collect()
     }
 }
 
-/// The number, a slash, and the name, which may have slashes of its own.
-fn show_runner(runner: &Runner) -> String {
+/// The id, a slash, and the name, which may contain slashes.
+fn format_runner(runner: &Runner) -> String {
     let id = runner.id.map(|id| id.to_string()).unwrap_or_default();
     format!("{id}/{}", head(&runner.name, RUNNER_NAME_MAX))
 }
@@ -101,7 +100,7 @@ mod tests {
     use super::*;
     use crate::fixtures::boards::{claim, with};
 
-    fn heard() -> impl Strategy<Value = JobFacts> {
+    fn any_facts() -> impl Strategy<Value = JobFacts> {
         let job = prop::option::of(prop::sample::select(&JobStage::ALL[..]));
         let runner = prop::option::of((prop::option::of(1i64..4), "[a-c/ é\n]{1,4}"));
         (job, runner, any::<bool>()).prop_map(|(job, runner, run_completed)| {
@@ -116,12 +115,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn annotations_say_what_was_heard(heard in heard()) {
-            prop_assert_eq!(JobFacts::of(&annotated(&heard.annotations())), heard);
+        fn annotations_round_trip(facts in any_facts()) {
+            prop_assert_eq!(JobFacts::of(&annotated(&facts.annotations())), facts);
         }
 
         #[test]
-        fn i6_order_and_repetition_do_not_matter_and_nothing_is_taken_back(a in heard(), b in heard(), c in heard()) {
+        fn i6_order_and_repetition_do_not_matter_and_nothing_is_taken_back(
+            a in any_facts(), b in any_facts(), c in any_facts(),
+        ) {
             let join = |a: &JobFacts, b: &JobFacts| a.clone().and(b.clone());
             prop_assert_eq!(join(&a, &b), join(&b, &a));
             prop_assert_eq!(join(&join(&a, &b), &c), join(&a, &join(&b, &c)));
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_says_nothing() {
+    fn invalid_annotations_are_ignored() {
         for (key, value) in [
             (ANNOTATION_JOB_STATE, "Completed"),
             (ANNOTATION_JOB_STATE, ""),

@@ -21,8 +21,8 @@ impl LabelSet {
     }
 }
 
-/// The pool of a claim: the one it names, the one that it has workers of, or the only one that serves its labels. The
-/// pools are those of the claim's namespace.
+/// The pool of a claim: the one it names, the one that it has workers of, or the only one that serves its labels.
+/// `pools` are those of the claim's namespace.
 pub fn select<'a>(
     claim: &RunnerClaim,
     pools: impl IntoIterator<Item = &'a RunnerPool>,
@@ -36,7 +36,7 @@ pub fn select<'a>(
     }
     let listed = claim.spec.labels.as_deref().unwrap_or_default();
     let owner = claim.spec.owner.as_ref().map(|owner| owner.login.as_str());
-    let boards = nearest(listed, owner, claim.spec.repository_name(), pools);
+    let boards = most_specific(listed, owner, claim.spec.repository_name(), pools);
     match boards[..] {
         [pool] => Ok(pool),
         [] => Err((ClaimReason::NoPoolForLabels, format!("no pool serves exactly the labels {}", listed.join(", ")))),
@@ -52,23 +52,23 @@ pub fn select<'a>(
     }
 }
 
-/// The pool, among those of all namespaces, in whose namespace a job's claim belongs. Where several serve its labels
-/// equally well it is the oldest, so that a pool that somebody makes elsewhere neither takes nor stops another's jobs;
-/// if its own namespace has several, the claim says so.
+/// The pool, among those of all namespaces, whose namespace gets a job's claim. Among equally specific ones it is the
+/// oldest, so that a new pool in another namespace takes no jobs away. If its own namespace has several, the claim
+/// reports it.
 pub fn home<'a>(
     labels: &[String],
     owner: &str,
     repository: &str,
     pools: impl IntoIterator<Item = &'a RunnerPool>,
 ) -> Option<&'a RunnerPool> {
-    nearest(labels, Some(owner), Some(repository), pools).into_iter().min_by_key(|pool| {
+    most_specific(labels, Some(owner), Some(repository), pools).into_iter().min_by_key(|pool| {
         let meta = &pool.metadata;
         (meta.creation_timestamp.as_ref().map(|time| time.0), &meta.namespace, &meta.name)
     })
 }
 
-/// The board pools that serve exactly these labels, as specifically as any does.
-fn nearest<'a>(
+/// The most specific board pools that serve exactly these labels.
+fn most_specific<'a>(
     labels: &[String],
     owner: Option<&str>,
     repository: Option<&str>,
@@ -79,33 +79,38 @@ fn nearest<'a>(
         .into_iter()
         .filter(|pool| pool.metadata.deletion_timestamp.is_none())
         .filter_map(|pool| match pool.spec.hardware() {
-            Some(Hardware::Board(board)) => Some((pool, nearness(board, &labels, owner, repository)?)),
+            Some(Hardware::Board(board)) => Some((pool, specificity(board, &labels, owner, repository)?)),
             Some(Hardware::Ec2(_)) | None => None,
         })
         .collect();
-    let nearest = boards.iter().map(|(_, nearness)| *nearness).max();
-    boards.into_iter().filter(|(_, nearness)| Some(*nearness) == nearest).map(|(pool, _)| pool).collect()
+    let highest = boards.iter().map(|(_, specificity)| *specificity).max();
+    boards.into_iter().filter(|(_, specificity)| Some(*specificity) == highest).map(|(pool, _)| pool).collect()
 }
 
-/// How specifically a pool serves the labels; the later, the nearer.
+/// How specifically a pool serves the labels, in ascending order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Nearness {
+enum Specificity {
     All,
     Owner,
     Repository,
 }
 
-fn nearness(pool: &BoardPool, labels: &LabelSet, owner: Option<&str>, repository: Option<&str>) -> Option<Nearness> {
+fn specificity(
+    pool: &BoardPool,
+    labels: &LabelSet,
+    owner: Option<&str>,
+    repository: Option<&str>,
+) -> Option<Specificity> {
     let serves = |sets: &[Vec<String>]| sets.iter().any(|set| labels.is(set));
     let same = |a: &str, b: Option<&str>| b.is_some_and(|b| a.eq_ignore_ascii_case(b));
     let own =
         pool.overrides.iter().filter(|over| same(&over.owner, owner) && serves(&over.labels)).filter_map(|over| {
             match over.repository.as_deref() {
-                None => Some(Nearness::Owner),
-                Some(name) => same(name, repository).then_some(Nearness::Repository),
+                None => Some(Specificity::Owner),
+                Some(name) => same(name, repository).then_some(Specificity::Repository),
             }
         });
-    own.chain(serves(&pool.labels).then_some(Nearness::All)).max()
+    own.chain(serves(&pool.labels).then_some(Specificity::All)).max()
 }
 
 /// The labels of the claim's runners: its own, or the pool's first set where it names the pool alone.
@@ -177,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_jobs_home_is_the_nearest_pool_of_all_namespaces_and_the_oldest_of_those() {
+    fn a_jobs_home_is_the_most_specific_pool_of_all_namespaces_and_the_oldest_of_those() {
         let at = |namespace: &str, created: &str, board: serde_json::Value| {
             let pool = pool("p", board);
             with(&pool, json!({"metadata": {"namespace": namespace, "creationTimestamp": created}}))

@@ -1,4 +1,4 @@
-//! Whom a board's runners belong to: where they register, and how many one owner may have.
+//! Owners of a board's runners: where the runners register, and how many an owner may have.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 use crate::api::{BoardPool, Owner, OwnerType, SecretRef};
 
-/// Where GitHub keeps a runner.
+/// Where a runner is registered at GitHub.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Scope {
     Organization(String),
@@ -14,7 +14,7 @@ pub enum Scope {
 }
 
 impl Scope {
-    /// An organisation's runners are its own; a person has none, only the repositories do.
+    /// An organisation registers runners itself; a personal account registers them with a repository.
     pub fn of(owner: &Owner, repository: Option<&str>) -> Result<Self, NoRepository> {
         match owner.type_ {
             OwnerType::Organization => Ok(Self::Organization(owner.login.clone())),
@@ -66,7 +66,7 @@ pub fn credentials_ref<'a>(pool: &'a BoardPool, owner: &Owner) -> &'a SecretRef 
 #[serde(default, deny_unknown_fields)]
 pub struct EntityLimits {
     pub default: u32,
-    /// By the number of the organisation or repository.
+    /// By the id of the organisation or repository.
     pub overrides: BTreeMap<String, u32>,
 }
 

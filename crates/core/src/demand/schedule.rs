@@ -1,7 +1,7 @@
-//! Demand: which claims get a board's slot now, what the others wait for, and which workers nobody needs.
+//! Scheduling: which claims get a slot of a board now, what the others wait for, and which workers are surplus.
 //!
 //! Claims and workers are matched by owner and labels, not one to one, because GitHub gives a job to any idle runner with
-//! its labels. Within that, a worker is made for one claim, oldest first.
+//! its labels. Within that, a worker is created for one claim, oldest first.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -31,27 +31,27 @@ use crate::{
 /// How long a claim waits after its workers failed.
 const FAILURE_BACKOFF: Backoff = Backoff::new(Duration::from_secs(5), Duration::from_mins(10));
 
-/// Everything that a decision rests on.
+/// Input of [`decide`].
 pub struct DemandFacts<'a> {
     pub pools: &'a [Arc<RunnerPool>],
     pub claims: &'a [Arc<RunnerClaim>],
-    /// Those that are active or asked for by an open claim, also such just made that no cache shows yet.
+    /// Workers that are active or belong to an open claim, including new ones that are not in the cache yet.
     pub workers: &'a [Arc<Worker>],
     pub capacity: Capacity,
     pub limits: &'a EntityLimits,
-    /// Pools that cannot make workers, and why.
+    /// Pools that cannot create workers, and why.
     pub not_ready: &'a BTreeMap<PoolKey, String>,
-    /// What GitHub said of the claims' jobs, by the claim's uid.
+    /// GitHub's answers about the claims' jobs, by claim uid.
     pub jobs: &'a BTreeMap<String, JobSeen>,
-    /// Owners that GitHub gave no runner for.
-    pub troubles: &'a BTreeMap<String, OwnerBackoff>,
-    /// How the names of workers begin.
+    /// Owners that GitHub refused a runner for.
+    pub owner_backoffs: &'a BTreeMap<String, OwnerBackoff>,
+    /// Name prefix of workers.
     pub prefix: &'a str,
     pub now: Timestamp,
 }
 
-/// GitHub gives an owner no runner. Others are not made to wait for that owner's workers, so that it gets none until
-/// later, and then one to try.
+/// GitHub refused a runner for an owner. The owner gets no worker until `retry_at`, so that others do not wait for it,
+/// and then one worker as a trial.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OwnerBackoff {
     pub why: String,
@@ -62,7 +62,7 @@ pub struct OwnerBackoff {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     pub decisions: Vec<Decision>,
-    /// What the runners of active workers do, as far as jobs tell, by the worker's name.
+    /// What the runners of active workers do, derived from jobs, by worker name.
     pub bindings: BTreeMap<String, Binding>,
     /// The names of workers that no open claim needs.
     pub surplus: BTreeSet<String>,
@@ -70,8 +70,8 @@ pub struct Plan {
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Decision {
-    /// Make this worker for this claim. Its name follows from the claim, so that whoever decides the same from an older
-    /// view makes the same worker, and the API server lets only one through.
+    /// Create this worker for this claim. Its name is derived from the claim, so the same decision from a stale cache
+    /// creates the same object, and the API server accepts only one.
     Provision {
         claim: Arc<RunnerClaim>,
         worker: Box<Worker>,
@@ -87,7 +87,7 @@ pub enum Decision {
 pub struct Wait {
     pub reason: ClaimReason,
     pub message: String,
-    /// When the decision may change by itself.
+    /// When the decision may change without an event.
     pub retry_at: Option<Timestamp>,
 }
 
@@ -108,16 +108,16 @@ type Group = (String, LabelSet);
 /// An open claim: what it asks for, and what it has.
 struct Request<'a> {
     claim: &'a Arc<RunnerClaim>,
-    /// Nothing for a claim whose owner or labels are not known.
+    /// None for a claim whose owner or labels are unknown.
     group: Option<Group>,
-    /// Runners that the claim still stands for.
+    /// Runners that the claim still needs, with or without a worker.
     demand: u32,
-    /// Runners that it has no worker of its own for.
+    /// Those of them that have no worker yet.
     need: u32,
     /// The number of its last worker.
     attempt: u32,
     failures: Vec<&'a Worker>,
-    place: Result<Placement<'a>, Wait>,
+    placement: Result<Placement<'a>, Wait>,
 }
 
 /// Where a claim can be served.
@@ -129,20 +129,22 @@ struct Placement<'a> {
     labels: &'a [String],
 }
 
-pub fn decide(mut scene: DemandFacts<'_>) -> Plan {
-    let index = Index::of(scene.claims, scene.workers, scene.jobs);
-    let bindings = index.bindings(scene.claims, scene.now);
-    let orders: Vec<_> =
-        in_line(scene.claims).into_iter().filter_map(|claim| order(claim, &scene, &index, &bindings)).collect();
+pub fn decide(mut facts: DemandFacts<'_>) -> Plan {
+    let index = Index::of(facts.claims, facts.workers, facts.jobs);
+    let bindings = index.bindings(facts.claims, facts.now);
+    let requests: Vec<_> = oldest_first(facts.claims)
+        .into_iter()
+        .filter_map(|claim| request_of(claim, &facts, &index, &bindings))
+        .collect();
     let mut deficits: BTreeMap<Group, i64> = BTreeMap::new();
-    for order in &orders {
-        if let Some(group) = &order.group {
-            *deficits.entry(group.clone()).or_default() += i64::from(order.demand);
+    for request in &requests {
+        if let Some(group) = &request.group {
+            *deficits.entry(group.clone()).or_default() += i64::from(request.demand);
         }
     }
     let mut running: BTreeMap<String, u32> = BTreeMap::new();
     let mut spare: BTreeMap<Group, Vec<&Worker>> = BTreeMap::new();
-    for (worker, spec) in active_boards(scene.workers) {
+    for (worker, spec) in active_boards(facts.workers) {
         *running.entry(spec.entity.clone()).or_default() += 1;
         if takes_jobs(worker, &bindings) {
             let group = (spec.entity.clone(), spec.labels.iter().collect());
@@ -150,77 +152,77 @@ pub fn decide(mut scene: DemandFacts<'_>) -> Plan {
             spare.entry(group).or_default().push(worker);
         }
     }
-    let surplus = surplus(&orders, &deficits, spare);
+    let surplus = surplus(&requests, &deficits, spare);
 
     let mut decisions = Vec::new();
-    // Owners whose trouble somebody tries again already.
+    // Owners that get a worker in this pass; during a backoff one trial is enough.
     let mut trying: BTreeSet<&str> = BTreeSet::new();
-    // Groups in which an earlier claim waits: nobody overtakes.
+    // Waiting claims by group: later claims do not overtake them.
     let mut queues: BTreeMap<Group, u32> = BTreeMap::new();
-    for order in &orders {
-        let mut attempt = order.attempt;
-        let place = match &order.place {
-            Ok(place) => place,
+    for request in &requests {
+        let mut attempt = request.attempt;
+        let placement = match &request.placement {
+            Ok(placement) => placement,
             Err(wait) => {
-                decisions.push(Decision::Wait { claim: order.claim.clone(), wait: wait.clone() });
+                decisions.push(Decision::Wait { claim: request.claim.clone(), wait: wait.clone() });
                 continue;
             }
         };
-        let deficit = deficits.entry(place.group.clone()).or_default();
-        let entity = &place.group.0;
-        for _ in 0..order.need {
+        let deficit = deficits.entry(placement.group.clone()).or_default();
+        let entity = &placement.group.0;
+        for _ in 0..request.need {
             let count = running.entry(entity.clone()).or_default();
             let wait = if *deficit <= 0 {
-                let message = "as many runners with these labels are on their way as there are jobs for them";
+                let message = "there are already as many runners with these labels as jobs for them";
                 Some(Wait::new(ClaimReason::WaitingInLine, message))
-            } else if let Some(wait) = backoff(&order.failures, scene.now) {
+            } else if let Some(wait) = backoff(&request.failures, facts.now) {
                 Some(wait)
             } else {
-                let ahead = queues.get(&place.group).copied().unwrap_or(0);
-                let wait = blocked(order.claim, place, &scene, *count, ahead, trying.contains(entity.as_str()));
+                let ahead = queues.get(&placement.group).copied().unwrap_or(0);
+                let wait = blocked(request.claim, placement, &facts, *count, ahead, trying.contains(entity.as_str()));
                 if wait.is_some() {
-                    *queues.entry(place.group.clone()).or_default() += 1;
+                    *queues.entry(placement.group.clone()).or_default() += 1;
                 }
                 wait
             };
             if let Some(wait) = wait {
-                decisions.push(Decision::Wait { claim: order.claim.clone(), wait });
+                decisions.push(Decision::Wait { claim: request.claim.clone(), wait });
                 break;
             }
             attempt += 1;
             trying.insert(entity);
-            let worker = worker(order.claim, place, attempt, scene.prefix);
-            scene.capacity.take(&place.pool);
+            let worker = worker(request.claim, placement, attempt, facts.prefix);
+            facts.capacity.take(&placement.pool);
             (*count, *deficit) = (*count + 1, *deficit - 1);
-            decisions.push(Decision::Provision { claim: order.claim.clone(), worker: Box::new(worker) });
+            decisions.push(Decision::Provision { claim: request.claim.clone(), worker: Box::new(worker) });
         }
     }
     Plan { decisions, bindings, surplus }
 }
 
-/// More runners than jobs: those whose own claim needs none any more go, the youngest first.
+/// Workers beyond the demand whose own claim needs none any more, pending and youngest first.
 fn surplus(
-    orders: &[Request<'_>],
+    requests: &[Request<'_>],
     deficits: &BTreeMap<Group, i64>,
     spare: BTreeMap<Group, Vec<&Worker>>,
 ) -> BTreeSet<String> {
-    let asking = orders.iter().filter(|order| order.demand > 0);
-    let asking: BTreeSet<_> = asking.filter_map(|order| order.claim.metadata.uid.as_deref()).collect();
+    let asking = requests.iter().filter(|request| request.demand > 0);
+    let asking: BTreeSet<_> = asking.filter_map(|request| request.claim.metadata.uid.as_deref()).collect();
     let mut names = BTreeSet::new();
     for (group, mut workers) in spare {
         let most = deficits.get(&group).map_or(0, |deficit| usize::try_from(-deficit).unwrap_or(0));
         workers.retain(|worker| !worker.claim_uid().is_some_and(|uid| asking.contains(uid)));
         workers.sort_by_key(|worker| {
-            let made = worker.metadata.creation_timestamp.as_ref().map(|time| time.0);
-            std::cmp::Reverse((state(worker) == WorkerState::Pending, made, name(worker)))
+            let created = worker.metadata.creation_timestamp.as_ref().map(|time| time.0);
+            std::cmp::Reverse((state(worker) == WorkerState::Pending, created, name(worker)))
         });
         names.extend(workers.into_iter().take(most).map(|worker| name(worker).to_owned()));
     }
     names
 }
 
-/// Claims that ask for runners, oldest first; the name decides within a second.
-fn in_line(claims: &[Arc<RunnerClaim>]) -> Vec<&Arc<RunnerClaim>> {
+/// Open claims, oldest first; the name breaks ties.
+fn oldest_first(claims: &[Arc<RunnerClaim>]) -> Vec<&Arc<RunnerClaim>> {
     let mut open: Vec<_> = claims.iter().filter(|claim| is_open(claim)).collect();
     open.sort_by_key(|claim| {
         let created = claim.metadata.creation_timestamp.as_ref().map(|time| time.0);
@@ -230,33 +232,33 @@ fn in_line(claims: &[Arc<RunnerClaim>]) -> Vec<&Arc<RunnerClaim>> {
 }
 
 /// `None` for a claim that boards do not serve.
-fn order<'a>(
+fn request_of<'a>(
     claim: &'a Arc<RunnerClaim>,
-    scene: &DemandFacts<'a>,
+    facts: &DemandFacts<'a>,
     index: &Index<'a>,
     bindings: &BTreeMap<String, Binding>,
 ) -> Option<Request<'a>> {
-    let here = scene.pools.iter().filter(|pool| pool.metadata.namespace == claim.metadata.namespace);
+    let here = facts.pools.iter().filter(|pool| pool.metadata.namespace == claim.metadata.namespace);
     let pool = pool_selection::select(claim, here.map(Arc::as_ref));
-    let place = match &pool {
+    let placement = match &pool {
         Err((reason, message)) => Err(Wait::new(*reason, message.clone())),
         Ok(pool) => match pool.spec.hardware()? {
             Hardware::Ec2(_) => return None,
-            Hardware::Board(board) => place(claim, pool, board),
+            Hardware::Board(board) => placement_of(claim, pool, board),
         },
     };
-    let group = place.as_ref().ok().map(|place| place.group.clone());
-    let usable = pool.ok().map_or(Ok(()), |pool| serves(pool, scene));
+    let group = placement.as_ref().ok().map(|placement| placement.group.clone());
+    let usable = pool.ok().map_or(Ok(()), |pool| check_pool(pool, facts));
 
     let own = index.own(claim);
-    let (demand, need) = asked(claim, index, bindings);
+    let (demand, need) = demand_and_need(claim, index, bindings);
     let failures = own.iter().copied().filter(|worker| is_failed(worker)).collect();
     let attempt = own.iter().map(|worker| attempt(worker)).max().unwrap_or(0);
-    Some(Request { claim, group, demand, need, attempt, failures, place: usable.and(place) })
+    Some(Request { claim, group, demand, need, attempt, failures, placement: usable.and(placement) })
 }
 
-/// Runners that the claim stands for, and those that it has no worker of its own for.
-fn asked(claim: &RunnerClaim, index: &Index<'_>, bindings: &BTreeMap<String, Binding>) -> (u32, u32) {
+/// Runners that the claim still needs, and those of them that have no worker yet.
+fn demand_and_need(claim: &RunnerClaim, index: &Index<'_>, bindings: &BTreeMap<String, Binding>) -> (u32, u32) {
     let (own, count) = (index.own(claim), claim.spec.count);
     let number = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let free = number(own.iter().filter(|worker| takes_jobs(worker, bindings)).count());
@@ -267,20 +269,20 @@ fn asked(claim: &RunnerClaim, index: &Index<'_>, bindings: &BTreeMap<String, Bin
             let demand = count.saturating_sub(number(completed().count() + busy.count()));
             (demand, demand.saturating_sub(free))
         }
-        // Its worker may have run it unheard, unless it is known to have run another. Only GitHub can tell.
+        // A completed worker may have run it although the webhook was lost, unless it ran another job. GitHub knows.
         Some((JobState::Queued, _)) => {
-            let unheard = completed().filter(|worker| !index.taken.contains(name(worker)));
-            let last = unheard.filter_map(|worker| since(worker)).max();
-            let asked = index.seen(claim).filter(|seen| seen.state == JobState::Queued);
-            let waits = last.is_none_or(|last| asked.is_some_and(|seen| seen.at >= last));
+            let candidates = completed().filter(|worker| !index.taken.contains(name(worker)));
+            let last = candidates.filter_map(|worker| since(worker)).max();
+            let answer = index.seen(claim).filter(|seen| seen.state == JobState::Queued);
+            let waits = last.is_none_or(|last| answer.is_some_and(|seen| seen.at >= last));
             (count, if waits { count.saturating_sub(free) } else { 0 })
         }
         Some((JobState::Running | JobState::Completed | JobState::Gone | JobState::Stuck, _)) => (0, 0),
     }
 }
 
-/// Where a claim belongs, or why nowhere.
-fn place<'a>(claim: &'a RunnerClaim, pool: &RunnerPool, board: &'a BoardPool) -> Result<Placement<'a>, Wait> {
+/// Where a claim can be served, or why it cannot.
+fn placement_of<'a>(claim: &'a RunnerClaim, pool: &RunnerPool, board: &'a BoardPool) -> Result<Placement<'a>, Wait> {
     let invalid = |message: &str| Wait::new(ClaimReason::InvalidSpec, message);
     let spec = &claim.spec;
     let owner = spec.owner.as_ref();
@@ -294,36 +296,36 @@ fn place<'a>(claim: &'a RunnerClaim, pool: &RunnerPool, board: &'a BoardPool) ->
     Ok(Placement { pool: PoolKey::of(pool), owner, board, group: (entity, labels.iter().collect()), labels })
 }
 
-/// Whether the pool makes workers at all.
-fn serves(pool: &RunnerPool, scene: &DemandFacts<'_>) -> Result<(), Wait> {
+/// Whether the pool can create workers.
+fn check_pool(pool: &RunnerPool, facts: &DemandFacts<'_>) -> Result<(), Wait> {
     let key = PoolKey::of(pool);
     if pool.metadata.deletion_timestamp.is_some() {
         return Err(Wait::new(ClaimReason::PoolNotReady, format!("pool {} is being deleted", key.name)));
     }
-    match scene.not_ready.get(&key) {
+    match facts.not_ready.get(&key) {
         Some(why) => Err(Wait::new(ClaimReason::PoolNotReady, format!("pool {} is not ready: {why}", key.name))),
         None => Ok(()),
     }
 }
 
-/// The owner's own troubles and cap, the line and the slots, in this order: a slot is everybody's.
+/// What a claim waits for: its owner's backoff and quota, earlier claims, then slots, which all owners share.
 fn blocked(
     claim: &RunnerClaim,
-    place: &Placement<'_>,
-    scene: &DemandFacts<'_>,
+    placement: &Placement<'_>,
+    facts: &DemandFacts<'_>,
     running: u32,
     ahead: u32,
     trying: bool,
 ) -> Option<Wait> {
-    let entity = &place.group.0;
+    let entity = &placement.group.0;
     let login = claim.spec.owner.as_ref().map_or("the owner", |owner| owner.login.as_str());
-    if let Some(trouble) = scene.troubles.get(entity) {
-        let retry_at = Some(trouble.retry_at).filter(|at| *at > scene.now);
-        if retry_at.is_some() || trying || is_trying(entity, trouble, scene) {
-            return Some(Wait { reason: ClaimReason::GitHubUnavailable, message: trouble.why.clone(), retry_at });
+    if let Some(owner_backoff) = facts.owner_backoffs.get(entity) {
+        let retry_at = Some(owner_backoff.retry_at).filter(|at| *at > facts.now);
+        if retry_at.is_some() || trying || is_trying(entity, owner_backoff, facts) {
+            return Some(Wait { reason: ClaimReason::GitHubUnavailable, message: owner_backoff.why.clone(), retry_at });
         }
     }
-    let cap = scene.limits.of(entity);
+    let cap = facts.limits.of(entity);
     if running >= cap {
         let message = format!("quota {running}/{cap}: {login} runs as many workers as it may");
         return Some(Wait::new(ClaimReason::QuotaReached, message));
@@ -332,22 +334,22 @@ fn blocked(
         let claims = if ahead == 1 { "claim comes" } else { "claims come" };
         return Some(Wait::new(ClaimReason::WaitingInLine, format!("{ahead} earlier {claims} first")));
     }
-    if scene.capacity.free(&place.pool) == 0 {
-        let (board, total) = (&place.board.board, scene.capacity.total(&place.pool));
+    if facts.capacity.free(&placement.pool) == 0 {
+        let (board, total) = (&placement.board.board, facts.capacity.total(&placement.pool));
         return Some(Wait::new(ClaimReason::NoFreeSlot, format!("no free slot on board {board} (0 of {total})")));
     }
     None
 }
 
-/// Whether a worker was made since the trouble: one tries for all.
-fn is_trying(entity: &str, trouble: &OwnerBackoff, scene: &DemandFacts<'_>) -> bool {
-    active_boards(scene.workers).any(|(worker, spec)| {
-        let made = worker.metadata.creation_timestamp.as_ref();
-        spec.entity == entity && made.is_none_or(|made| made.0 >= trouble.since)
+/// Whether a worker was created since the backoff began: one trial is enough.
+fn is_trying(entity: &str, owner_backoff: &OwnerBackoff, facts: &DemandFacts<'_>) -> bool {
+    active_boards(facts.workers).any(|(worker, spec)| {
+        let created = worker.metadata.creation_timestamp.as_ref();
+        spec.entity == entity && created.is_none_or(|created| created.0 >= owner_backoff.since)
     })
 }
 
-/// A claim whose workers fail waits longer each time, and nobody waits for it.
+/// A claim whose workers fail backs off, and later claims do not wait for it.
 fn backoff(failures: &[&Worker], now: Timestamp) -> Option<Wait> {
     let last = failures.iter().max_by_key(|worker| since(worker))?;
     let delay = FAILURE_BACKOFF.delay(failures.len() as u32);
@@ -357,26 +359,26 @@ fn backoff(failures: &[&Worker], now: Timestamp) -> Option<Wait> {
         .map_or("for no known reason".into(), |failure| format!("({}): {}", failure.reason.as_str(), failure.message));
     (retry_at > now).then(|| Wait {
         reason: ClaimReason::WorkerLost,
-        message: format!("worker {} failed {why}; the next one is made at {retry_at:.0}", name(last)),
+        message: format!("worker {} failed {why}; the next one is created at {retry_at:.0}", name(last)),
         retry_at: Some(retry_at),
     })
 }
 
-fn worker(claim: &RunnerClaim, place: &Placement<'_>, attempt: u32, prefix: &str) -> Worker {
+fn worker(claim: &RunnerClaim, placement: &Placement<'_>, attempt: u32, prefix: &str) -> Worker {
     let uid = claim.metadata.uid.as_deref().unwrap_or_default();
     let spec = &claim.spec;
     let board = BoardWorker {
         claim: claim.metadata.name.clone().unwrap_or_default(),
         claim_uid: uid.to_owned(),
         attempt,
-        entity: place.group.0.clone(),
-        labels: place.labels.to_vec(),
-        owner: place.owner.clone(),
+        entity: placement.group.0.clone(),
+        labels: placement.labels.to_vec(),
+        owner: placement.owner.clone(),
         repository: spec.repository.clone(),
         installation_id: spec.installation_id,
     };
-    let name = worker_name(prefix, &place.pool.name, uid, attempt);
-    worker::worker(name, claim, &place.pool.name, board)
+    let name = worker_name(prefix, &placement.pool.name, uid, attempt);
+    worker::worker(name, claim, &placement.pool.name, board)
 }
 
 fn active_boards(workers: &[Arc<Worker>]) -> impl Iterator<Item = (&Worker, &BoardWorker)> {

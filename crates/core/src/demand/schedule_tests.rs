@@ -9,7 +9,7 @@ use crate::{
 
 const NOW: i64 = 1_735_700_000;
 
-struct Stage {
+struct Scenario {
     pools: Vec<Arc<RunnerPool>>,
     claims: Vec<Arc<RunnerClaim>>,
     workers: Vec<Arc<Worker>>,
@@ -17,11 +17,11 @@ struct Stage {
     limits: EntityLimits,
     not_ready: BTreeMap<PoolKey, String>,
     jobs: BTreeMap<String, JobSeen>,
-    troubles: BTreeMap<String, OwnerBackoff>,
+    owner_backoffs: BTreeMap<String, OwnerBackoff>,
     now: i64,
 }
 
-impl Stage {
+impl Scenario {
     fn new(slots: u32, claims: Vec<RunnerClaim>) -> Self {
         Self {
             pools: vec![Arc::new(board_pool("p"))],
@@ -31,7 +31,7 @@ impl Stage {
             limits: EntityLimits::default(),
             not_ready: BTreeMap::new(),
             jobs: BTreeMap::new(),
-            troubles: BTreeMap::new(),
+            owner_backoffs: BTreeMap::new(),
             now: NOW,
         }
     }
@@ -44,7 +44,7 @@ impl Stage {
         let plan = self.plan_with(&self.claims, &self.workers);
         let (mut claims, mut workers) = (self.claims.clone(), self.workers.clone());
         drop_records(&mut claims, &mut workers, &self.jobs);
-        assert_eq!(self.plan_with(&claims, &workers), plan, "records decide nothing");
+        assert_eq!(self.plan_with(&claims, &workers), plan, "finished records change no decision");
         plan
     }
 
@@ -59,14 +59,14 @@ impl Stage {
             limits: &self.limits,
             not_ready: &self.not_ready,
             jobs: &self.jobs,
-            troubles: &self.troubles,
+            owner_backoffs: &self.owner_backoffs,
             prefix: "paddock-0000-",
             now: Timestamp::from_second(self.now).unwrap(),
         })
     }
 
-    /// Decides and makes the workers; says who got one and what the others wait for.
-    fn play(&mut self) -> Vec<(String, Option<ClaimReason>)> {
+    /// Decides and creates the workers; returns who got one and what the others wait for.
+    fn run(&mut self) -> Vec<(String, Option<ClaimReason>)> {
         let decisions = self.decide();
         decisions
             .into_iter()
@@ -99,22 +99,22 @@ fn waits(name: &str, reason: ClaimReason) -> (String, Option<ClaimReason>) {
 
 #[test]
 fn the_oldest_claim_gets_the_slot_and_the_others_stand_in_line() {
-    let mut stage = Stage::new(1, vec![claim("b", 1), claim("z", 0), claim("c", 2)]);
+    let mut scenario = Scenario::new(1, vec![claim("b", 1), claim("z", 0), claim("c", 2)]);
     let expected = [got("z"), waits("b", ClaimReason::NoFreeSlot), waits("c", ClaimReason::WaitingInLine)];
-    assert_eq!(stage.play(), expected);
+    assert_eq!(scenario.run(), expected);
     let message = |decision: &Decision| match decision {
         Decision::Wait { wait, .. } => wait.message.clone(),
         Decision::Provision { .. } => panic!("nothing is free"),
     };
-    let messages: Vec<_> = stage.decide().iter().map(message).collect();
+    let messages: Vec<_> = scenario.decide().iter().map(message).collect();
     assert_eq!(messages, ["no free slot on board b (0 of 1)", "1 earlier claim comes first"]);
 }
 
 #[test]
 fn deciding_twice_from_the_same_view_makes_the_same_worker() {
-    let stage = Stage::new(4, vec![with(&claim("a", 0), json!({"spec": {"count": 2}}))]);
-    assert_eq!(stage.decide(), stage.decide());
-    let names: BTreeSet<_> = stage
+    let scenario = Scenario::new(4, vec![with(&claim("a", 0), json!({"spec": {"count": 2}}))]);
+    assert_eq!(scenario.decide(), scenario.decide());
+    let names: BTreeSet<_> = scenario
         .decide()
         .iter()
         .map(|decision| match decision {
@@ -129,11 +129,11 @@ fn deciding_twice_from_the_same_view_makes_the_same_worker() {
 fn an_owner_at_its_cap_waits_and_does_not_hold_up_others() {
     let other =
         with(&claim("other", 9), json!({"spec": {"owner": {"id": 2, "login": "other", "type": "Organization"}}}));
-    let mut stage = Stage::new(9, vec![claim("a", 0), claim("b", 1), claim("c", 2), other]);
-    stage.limits.overrides.insert("1".into(), 1);
+    let mut scenario = Scenario::new(9, vec![claim("a", 0), claim("b", 1), claim("c", 2), other]);
+    scenario.limits.overrides.insert("1".into(), 1);
     let expected =
         [got("a"), waits("b", ClaimReason::QuotaReached), waits("c", ClaimReason::QuotaReached), got("other")];
-    assert_eq!(stage.play(), expected);
+    assert_eq!(scenario.run(), expected);
 }
 
 #[test]
@@ -146,145 +146,145 @@ fn a_personal_accounts_cap_counts_by_repository() {
             }}),
         )
     };
-    let mut stage = Stage::new(9, vec![user("a", 10), user("b", 11)]);
-    stage.limits.default = 1;
-    assert_eq!(stage.play(), [got("a"), got("b")]);
+    let mut scenario = Scenario::new(9, vec![user("a", 10), user("b", 11)]);
+    scenario.limits.default = 1;
+    assert_eq!(scenario.run(), [got("a"), got("b")]);
 }
 
 #[test]
 fn a_failed_worker_is_no_supply_and_is_replaced_after_a_growing_wait() {
-    let mut stage = Stage::new(9, vec![claim("a", 0), claim("later", 1)]);
-    assert_eq!(stage.play(), [got("a"), got("later")]);
-    stage.set(0, ended("failed", NOW));
-    assert_eq!(stage.play(), [waits("a", ClaimReason::WorkerLost)]);
-    stage.now = NOW + 5;
-    assert_eq!(stage.play(), [got("a")]);
-    stage.set(2, ended("failed", NOW + 5));
-    stage.now = NOW + 14;
-    assert_eq!(stage.play(), [waits("a", ClaimReason::WorkerLost)]);
-    stage.now = NOW + 15;
-    assert_eq!(stage.play(), [got("a")]);
+    let mut scenario = Scenario::new(9, vec![claim("a", 0), claim("later", 1)]);
+    assert_eq!(scenario.run(), [got("a"), got("later")]);
+    scenario.set(0, ended("failed", NOW));
+    assert_eq!(scenario.run(), [waits("a", ClaimReason::WorkerLost)]);
+    scenario.now = NOW + 5;
+    assert_eq!(scenario.run(), [got("a")]);
+    scenario.set(2, ended("failed", NOW + 5));
+    scenario.now = NOW + 14;
+    assert_eq!(scenario.run(), [waits("a", ClaimReason::WorkerLost)]);
+    scenario.now = NOW + 15;
+    assert_eq!(scenario.run(), [got("a")]);
 }
 
 #[test]
 fn a_completed_worker_settles_a_claim_without_a_job() {
-    let mut stage = Stage::new(9, vec![with(&claim("a", 0), json!({"spec": {"count": 2}}))]);
-    assert_eq!(stage.play(), [got("a"), got("a")]);
-    stage.set(0, ended("completed", NOW));
-    assert_eq!(stage.play(), []);
+    let mut scenario = Scenario::new(9, vec![with(&claim("a", 0), json!({"spec": {"count": 2}}))]);
+    assert_eq!(scenario.run(), [got("a"), got("a")]);
+    scenario.set(0, ended("completed", NOW));
+    assert_eq!(scenario.run(), []);
 }
 
 fn with_job(name: &str, second: i64) -> RunnerClaim {
     with(&claim(name, second), json!({"spec": {"job": {"id": 5}}}))
 }
 
-/// What a webhook writes.
-fn tell(stage: &mut Stage, index: usize, state: &str, runner: Option<&str>) {
+/// Annotates the claim as a webhook does.
+fn report_job(scenario: &mut Scenario, index: usize, state: &str, runner: Option<&str>) {
     let runner = runner.map(|name| format!("7/{name}"));
     let annotations = json!({"paddock.dev/job-state": state, "paddock.dev/job-runner": runner});
-    stage.claims[index] = Arc::new(with(&stage.claims[index], json!({"metadata": {"annotations": annotations}})));
+    scenario.claims[index] = Arc::new(with(&scenario.claims[index], json!({"metadata": {"annotations": annotations}})));
 }
 
-fn name_of(stage: &Stage, index: usize) -> String {
-    stage.workers[index].metadata.name.clone().unwrap()
+fn name_of(scenario: &Scenario, index: usize) -> String {
+    scenario.workers[index].metadata.name.clone().unwrap()
 }
 
 #[test]
-fn a_worker_that_ended_unheard_is_replaced_when_github_says_that_the_job_still_waits() {
-    let mut stage = Stage::new(9, vec![with_job("a", 0)]);
-    assert_eq!(stage.play(), [got("a")]);
-    stage.set(0, ended("completed", NOW));
-    assert_eq!(stage.play(), [], "it may have run the job");
+fn a_worker_whose_webhook_was_lost_is_replaced_when_github_reports_the_job_queued() {
+    let mut scenario = Scenario::new(9, vec![with_job("a", 0)]);
+    assert_eq!(scenario.run(), [got("a")]);
+    scenario.set(0, ended("completed", NOW));
+    assert_eq!(scenario.run(), [], "it may have run the job");
     let seen = |at| JobSeen { state: JobState::Queued, runner: None, at: Timestamp::from_second(at).unwrap() };
-    stage.jobs.insert("uid-a".into(), seen(NOW - 1));
-    assert_eq!(stage.play(), [], "that was before the worker ended");
-    stage.jobs.insert("uid-a".into(), seen(NOW));
-    assert_eq!(stage.play(), [got("a")]);
+    scenario.jobs.insert("uid-a".into(), seen(NOW - 1));
+    assert_eq!(scenario.run(), [], "that was before the worker ended");
+    scenario.jobs.insert("uid-a".into(), seen(NOW));
+    assert_eq!(scenario.run(), [got("a")]);
 }
 
 #[test]
 fn a_runner_that_took_another_job_leaves_no_job_waiting() {
-    let mut stage = Stage::new(9, vec![with_job("a", 0), with_job("b", 1)]);
-    assert_eq!(stage.play(), [got("a"), got("b")]);
-    let [of_a, of_b] = [name_of(&stage, 0), name_of(&stage, 1)];
-    tell(&mut stage, 1, "in_progress", Some(&of_a));
-    assert_eq!(stage.plan().bindings, BTreeMap::from([(of_a.clone(), Binding::Busy)]));
-    assert_eq!(stage.play(), [waits("a", ClaimReason::WaitingInLine)], "b's worker will take a's job");
-    stage.set(1, ended("failed", NOW - 60));
-    assert_eq!(stage.play(), [got("a")], "b's worker failed, and a's is busy with b's job");
-    stage.set(0, ended("completed", NOW));
-    assert_eq!(stage.play(), [], "a has its second worker, and b's job is still being told of");
-    tell(&mut stage, 1, "completed", Some(&of_a));
-    assert_eq!((stage.plan().surplus, of_b.is_empty()), (BTreeSet::new(), false));
+    let mut scenario = Scenario::new(9, vec![with_job("a", 0), with_job("b", 1)]);
+    assert_eq!(scenario.run(), [got("a"), got("b")]);
+    let [of_a, of_b] = [name_of(&scenario, 0), name_of(&scenario, 1)];
+    report_job(&mut scenario, 1, "in_progress", Some(&of_a));
+    assert_eq!(scenario.plan().bindings, BTreeMap::from([(of_a.clone(), Binding::Busy)]));
+    assert_eq!(scenario.run(), [waits("a", ClaimReason::WaitingInLine)], "b's worker will take a's job");
+    scenario.set(1, ended("failed", NOW - 60));
+    assert_eq!(scenario.run(), [got("a")], "b's worker failed, and a's is busy with b's job");
+    scenario.set(0, ended("completed", NOW));
+    assert_eq!(scenario.run(), [], "a has its second worker, and the end of b's job is not reported yet");
+    report_job(&mut scenario, 1, "completed", Some(&of_a));
+    assert_eq!((scenario.plan().surplus, of_b.is_empty()), (BTreeSet::new(), false));
 }
 
 #[test]
 fn a_job_that_is_over_before_it_was_served_takes_no_slot() {
-    let mut stage = Stage::new(9, vec![with_job("a", 0)]);
-    tell(&mut stage, 0, "completed", None);
-    assert_eq!(stage.play(), []);
+    let mut scenario = Scenario::new(9, vec![with_job("a", 0)]);
+    report_job(&mut scenario, 0, "completed", None);
+    assert_eq!(scenario.run(), []);
 }
 
 #[test]
 fn a_cancelled_jobs_worker_goes_unless_another_job_needs_it_or_it_is_busy() {
-    let mut stage = Stage::new(9, vec![with_job("a", 0), with_job("b", 1)]);
-    assert_eq!(stage.play(), [got("a"), got("b")]);
-    let [of_a, of_b] = [name_of(&stage, 0), name_of(&stage, 1)];
-    assert_eq!(stage.plan().surplus, BTreeSet::new());
-    tell(&mut stage, 0, "completed", None);
-    assert_eq!(stage.plan().surplus, BTreeSet::from([of_a.clone()]));
-    tell(&mut stage, 1, "in_progress", Some(&of_a));
-    assert_eq!(stage.plan().surplus, BTreeSet::from([of_b]), "a's worker is busy with b's job");
-    stage.claims.push(Arc::new(with_job("c", 2)));
-    assert_eq!(stage.plan().surplus, BTreeSet::new(), "c's job will find b's worker");
-    assert_eq!(stage.play(), [waits("c", ClaimReason::WaitingInLine)]);
-    tell(&mut stage, 1, "completed", Some(&of_a));
+    let mut scenario = Scenario::new(9, vec![with_job("a", 0), with_job("b", 1)]);
+    assert_eq!(scenario.run(), [got("a"), got("b")]);
+    let [of_a, of_b] = [name_of(&scenario, 0), name_of(&scenario, 1)];
+    assert_eq!(scenario.plan().surplus, BTreeSet::new());
+    report_job(&mut scenario, 0, "completed", None);
+    assert_eq!(scenario.plan().surplus, BTreeSet::from([of_a.clone()]));
+    report_job(&mut scenario, 1, "in_progress", Some(&of_a));
+    assert_eq!(scenario.plan().surplus, BTreeSet::from([of_b]), "a's worker is busy with b's job");
+    scenario.claims.push(Arc::new(with_job("c", 2)));
+    assert_eq!(scenario.plan().surplus, BTreeSet::new(), "c's job will find b's worker");
+    assert_eq!(scenario.run(), [waits("c", ClaimReason::WaitingInLine)]);
+    report_job(&mut scenario, 1, "completed", Some(&of_a));
     let done = Binding::Done(Timestamp::from_second(NOW).unwrap());
-    assert_eq!(stage.plan().bindings, BTreeMap::from([(of_a, done)]), "its one job is over");
+    assert_eq!(scenario.plan().bindings, BTreeMap::from([(of_a, done)]), "its one job is over");
 }
 
 #[test]
 fn a_pool_that_is_not_ready_makes_no_worker_superfluous() {
-    let mut stage = Stage::new(9, vec![with_job("a", 0), claim("b", 1)]);
-    assert_eq!(stage.play(), [got("a"), got("b")]);
-    stage.not_ready.insert(PoolKey::new("default", "p"), "no Secret".into());
-    assert_eq!(stage.plan().surplus, BTreeSet::new());
-    stage.pools.clear();
-    assert_eq!(stage.plan().surplus, BTreeSet::new());
+    let mut scenario = Scenario::new(9, vec![with_job("a", 0), claim("b", 1)]);
+    assert_eq!(scenario.run(), [got("a"), got("b")]);
+    scenario.not_ready.insert(PoolKey::new("default", "p"), "no Secret".into());
+    assert_eq!(scenario.plan().surplus, BTreeSet::new());
+    scenario.pools.clear();
+    assert_eq!(scenario.plan().surplus, BTreeSet::new());
 }
 
 #[test]
-fn an_owner_in_trouble_waits_and_then_tries_with_one_worker() {
-    let mut stage = Stage::new(9, vec![claim("a", 0), claim("b", 1)]);
+fn an_owner_in_backoff_waits_and_then_tries_with_one_worker() {
+    let mut scenario = Scenario::new(9, vec![claim("a", 0), claim("b", 1)]);
     let moment = |second| Timestamp::from_second(second).unwrap();
-    let trouble = OwnerBackoff { why: "not installed".into(), since: moment(NOW), retry_at: moment(NOW + 60) };
-    stage.troubles.insert("1".into(), trouble);
+    let owner_backoff = OwnerBackoff { why: "not installed".into(), since: moment(NOW), retry_at: moment(NOW + 60) };
+    scenario.owner_backoffs.insert("1".into(), owner_backoff);
     let waiting = |name: &str| waits(name, ClaimReason::GitHubUnavailable);
-    assert_eq!(stage.play(), [waiting("a"), waiting("b")]);
-    stage.now = NOW + 60;
-    assert_eq!(stage.play(), [got("a"), waiting("b")]);
-    assert_eq!(stage.play(), [waiting("b")], "one tries for all");
-    stage.troubles.clear();
-    assert_eq!(stage.play(), [got("b")]);
+    assert_eq!(scenario.run(), [waiting("a"), waiting("b")]);
+    scenario.now = NOW + 60;
+    assert_eq!(scenario.run(), [got("a"), waiting("b")]);
+    assert_eq!(scenario.run(), [waiting("b")], "one trial is enough");
+    scenario.owner_backoffs.clear();
+    assert_eq!(scenario.run(), [got("b")]);
 }
 
 #[test]
 fn a_spare_runner_with_the_same_labels_serves_the_next_claim() {
-    let mut stage = Stage::new(9, vec![claim("a", 0), claim("b", 1)]);
-    assert_eq!(stage.play(), [got("a"), got("b")]);
+    let mut scenario = Scenario::new(9, vec![claim("a", 0), claim("b", 1)]);
+    assert_eq!(scenario.run(), [got("a"), got("b")]);
     // a is over although its worker still waits for a job: that worker takes c's.
-    stage.claims[0] = Arc::new(with(&stage.claims[0], json!({"status": {"phase": "Completed"}})));
-    stage.claims.push(Arc::new(claim("c", 2)));
-    assert_eq!(stage.play(), [waits("c", ClaimReason::WaitingInLine)]);
+    scenario.claims[0] = Arc::new(with(&scenario.claims[0], json!({"status": {"phase": "Completed"}})));
+    scenario.claims.push(Arc::new(claim("c", 2)));
+    assert_eq!(scenario.run(), [waits("c", ClaimReason::WaitingInLine)]);
     let going = json!({"metadata": {"deletionTimestamp": "2025-01-01T00:00:00Z"}});
-    stage.workers[0] = Arc::new(with(&stage.workers[0], going));
-    assert_eq!(stage.play(), [got("c")], "a worker that is being deleted serves nobody else");
+    scenario.workers[0] = Arc::new(with(&scenario.workers[0], going));
+    assert_eq!(scenario.run(), [got("c")], "a worker that is being deleted takes no other job");
 }
 
 #[test]
 fn claims_that_cannot_be_served_say_why() {
     let deleted = json!({"metadata": {"deletionTimestamp": "2025-01-01T00:00:00Z"}});
-    let mut stage = Stage::new(
+    let mut scenario = Scenario::new(
         9,
         vec![
             with(&claim("anonymous", 0), json!({"spec": {"owner": null}})),
@@ -295,19 +295,19 @@ fn claims_that_cannot_be_served_say_why() {
         ],
     );
     assert_eq!(
-        stage.play(),
+        scenario.run(),
         [
             waits("anonymous", ClaimReason::InvalidSpec),
             waits("unknown", ClaimReason::NoPoolForLabels),
             waits("lost", ClaimReason::PoolNotFound),
         ]
     );
-    let mut stage = Stage::new(9, vec![claim("a", 0)]);
-    stage.not_ready.insert(PoolKey::new("default", "p"), "no Secret".into());
-    assert_eq!(stage.play(), [waits("a", ClaimReason::PoolNotReady)]);
-    stage.not_ready.clear();
-    stage.pools[0] = Arc::new(with(&stage.pools[0], deleted));
-    assert_eq!(stage.play(), [waits("a", ClaimReason::NoPoolForLabels)]);
+    let mut scenario = Scenario::new(9, vec![claim("a", 0)]);
+    scenario.not_ready.insert(PoolKey::new("default", "p"), "no Secret".into());
+    assert_eq!(scenario.run(), [waits("a", ClaimReason::PoolNotReady)]);
+    scenario.not_ready.clear();
+    scenario.pools[0] = Arc::new(with(&scenario.pools[0], deleted));
+    assert_eq!(scenario.run(), [waits("a", ClaimReason::NoPoolForLabels)]);
 }
 
 fn any_claim() -> impl Strategy<Value = (u32, i64, i64)> {
@@ -317,8 +317,8 @@ fn any_claim() -> impl Strategy<Value = (u32, i64, i64)> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
-    /// Whatever is asked and whatever happened before: caps and slots hold, no deficit is filled twice, and within an
-    /// owner and label set nobody overtakes.
+    /// For any claims and any history: caps and slots hold, no deficit is filled twice, and claims of one owner and
+    /// label set are served in order.
     #[test]
     fn caps_slots_and_the_line_hold(
         claims in prop::collection::vec(any_claim(), 0..20),
@@ -330,40 +330,40 @@ proptest! {
         let claims = claims.iter().enumerate().map(|(index, (count, second, owner))| {
             with(&claim(&format!("c{index:02}"), *second), json!({"spec": {"count": count, "owner": {"id": owner}}}))
         }).collect();
-        let mut stage = Stage::new(slots, claims);
-        stage.limits.default = cap;
+        let mut scenario = Scenario::new(slots, claims);
+        scenario.limits.default = cap;
         for _ in 0..rounds {
-            let first_new = stage.workers.len();
-            stage.play();
-            let active: Vec<_> = stage.workers.iter().filter(|worker| is_active(worker)).collect();
+            let first_new = scenario.workers.len();
+            scenario.run();
+            let active: Vec<_> = scenario.workers.iter().filter(|worker| is_active(worker)).collect();
             prop_assert!(active.len() <= slots as usize);
             for owner in 1..4i64 {
                 let entity = owner.to_string();
                 let of = |worker: &&&Arc<Worker>| worker.spec.board.as_ref().unwrap().entity == entity;
                 prop_assert!(active.iter().filter(of).count() <= cap as usize);
             }
-            for claim in &stage.claims {
+            for claim in &scenario.claims {
                 let own = active.iter().filter(|worker| worker::serves(worker, claim)).count();
                 prop_assert!(own <= claim.spec.count as usize);
             }
-            let made: Vec<_> = stage.workers[first_new..].iter().map(|worker| {
-                let claim = stage.claims.iter().find(|claim| worker::serves(worker, claim)).unwrap();
+            let made: Vec<_> = scenario.workers[first_new..].iter().map(|worker| {
+                let claim = scenario.claims.iter().find(|claim| worker::serves(worker, claim)).unwrap();
                 let created = claim.metadata.creation_timestamp.clone().unwrap();
                 (worker.spec.board.as_ref().unwrap().entity.clone(), created, claim.metadata.name.clone())
             }).collect();
             for entity in ["1", "2", "3"] {
                 prop_assert!(made.iter().filter(|(of, ..)| of == entity).is_sorted());
             }
-            let names: BTreeSet<_> = stage.workers.iter().map(|worker| &worker.metadata.name).collect();
-            prop_assert_eq!(names.len(), stage.workers.len());
-            prop_assert_eq!(stage.plan().surplus, BTreeSet::new(), "no claim loses a worker that it asked for");
-            for (index, state) in states.iter().enumerate().take(stage.workers.len()) {
+            let names: BTreeSet<_> = scenario.workers.iter().map(|worker| &worker.metadata.name).collect();
+            prop_assert_eq!(names.len(), scenario.workers.len());
+            prop_assert_eq!(scenario.plan().surplus, BTreeSet::new(), "no claim loses a worker that it asked for");
+            for (index, state) in states.iter().enumerate().take(scenario.workers.len()) {
                 let name = ["pending", "running", "running", "completed", "failed"][usize::from(*state)];
-                if is_active(&stage.workers[index]) {
-                    stage.set(index, ended(name, stage.now));
+                if is_active(&scenario.workers[index]) {
+                    scenario.set(index, ended(name, scenario.now));
                 }
             }
-            stage.now += 3600;
+            scenario.now += 3600;
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The workers as demand looks for them: whose they are, what their runners do, and whether they take a job.
+//! Index of workers for the scheduler: their claims, what their runners do, and whether they can take a job.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -16,7 +16,7 @@ use crate::{
     boards::{health::Binding, slots::is_active, worker::ended},
 };
 
-/// The workers, as they are looked for.
+/// Workers by claim and by name.
 pub struct Index<'a> {
     by_claim: BTreeMap<&'a str, Vec<&'a Worker>>,
     by_name: BTreeMap<&'a str, &'a Worker>,
@@ -41,7 +41,7 @@ impl<'a> Index<'a> {
         index
     }
 
-    /// What GitHub said of the claim's job.
+    /// GitHub's last answer about the claim's job.
     pub fn seen(&self, claim: &RunnerClaim) -> Option<&'a JobSeen> {
         claim.metadata.uid.as_ref().and_then(|uid| self.jobs.get(uid))
     }
@@ -51,7 +51,7 @@ impl<'a> Index<'a> {
         own.map_or(&[], Vec::as_slice)
     }
 
-    /// How far the claim's job is, and the worker that has it.
+    /// Progress of the claim's job, and the worker that has it.
     pub fn job(&self, claim: &RunnerClaim) -> Option<(JobState, Option<&'a Worker>)> {
         claim.spec.job.as_ref()?;
         let seen = self.seen(claim);
@@ -60,7 +60,7 @@ impl<'a> Index<'a> {
         Some((job::state(claim, seen, ended)?, worker))
     }
 
-    /// What the runners of active workers do, as far as jobs tell, by the worker's name.
+    /// What the runners of active workers do, derived from jobs, by worker name.
     pub fn bindings(&self, claims: &[Arc<RunnerClaim>], now: Timestamp) -> BTreeMap<String, Binding> {
         let mut bindings = BTreeMap::new();
         for claim in claims {
@@ -68,7 +68,7 @@ impl<'a> Index<'a> {
             let at = |phase| claim.status.as_ref()?.phase_times.of(phase).map(|time| time.0);
             let binding = match job {
                 JobState::Running if is_open(claim) || claim.metadata.deletion_timestamp.is_some() => Binding::Busy,
-                // The job went back to the line, and its runner with it or not at all.
+                // GitHub requeued the job, so it binds no runner.
                 JobState::Queued => continue,
                 JobState::Running | JobState::Completed | JobState::Gone | JobState::Stuck => {
                     let end = at(ClaimPhase::Completed).or_else(|| at(ClaimPhase::Failed));
@@ -83,7 +83,7 @@ impl<'a> Index<'a> {
     }
 }
 
-/// Drops the records that no decision rests on, of which there may be thousands: what is left decides the same.
+/// Drops finished claims and workers that affect no decision; there may be thousands.
 pub fn drop_records(
     claims: &mut Vec<Arc<RunnerClaim>>,
     workers: &mut Vec<Arc<Worker>>,
@@ -95,15 +95,15 @@ pub fn drop_records(
     };
     let open: Vec<_> = claims.iter().filter(|claim| is_open(claim)).collect();
     let uids: HashSet<_> = open.iter().filter_map(|claim| claim.metadata.uid.as_deref()).collect();
-    let taking: HashSet<_> = open.iter().filter_map(|claim| runner(claim)).collect();
-    let is_asked_for =
-        |worker: &Worker| worker.claim_uid().is_some_and(|uid| uids.contains(uid)) || taking.contains(name(worker));
-    workers.retain(|worker| is_active(worker) || is_asked_for(worker));
+    let runners: HashSet<_> = open.iter().filter_map(|claim| runner(claim)).collect();
+    let is_needed =
+        |worker: &Worker| worker.claim_uid().is_some_and(|uid| uids.contains(uid)) || runners.contains(name(worker));
+    workers.retain(|worker| is_active(worker) || is_needed(worker));
     let names: HashSet<_> = workers.iter().map(|worker| name(worker)).collect();
     claims.retain(|claim| is_open(claim) || runner(claim).is_some_and(|name| names.contains(name.as_str())));
 }
 
-/// Whether the worker's runner takes a further job. One that is being deleted does not, and a runner runs one job alone.
+/// Whether the worker's runner can take a job. One that is being deleted cannot, and a runner runs only one job.
 pub fn takes_jobs(worker: &Worker, bindings: &BTreeMap<String, Binding>) -> bool {
     is_active(worker) && worker.metadata.deletion_timestamp.is_none() && !bindings.contains_key(name(worker))
 }

@@ -10,18 +10,18 @@ use super::{
 };
 use crate::api::{LaunchOrder, UsageClass};
 
-/// What to order for whoever needs machines now.
+/// What to order now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LaunchChoice {
     Ask { usage_class: UsageClass, subnet_ids: Vec<String> },
     Wait { until: Timestamp, message: String },
 }
 
-/// The places that were empty a moment ago. Capacity is the account's, not a pool's: all pools share it.
+/// Subnets that recently had no capacity. Capacity belongs to the account, so all pools share this.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CapacityMemory {
-    known: Vec<Shortage>,
-    /// How long a place stays empty in our memory.
+    shortages: Vec<Shortage>,
+    /// How long a shortage is remembered.
     memory: Duration,
 }
 
@@ -39,42 +39,42 @@ struct Shortage {
 
 impl CapacityMemory {
     pub const fn new(memory: Duration) -> Self {
-        Self { known: Vec::new(), memory }
+        Self { shortages: Vec::new(), memory }
     }
 
-    /// Learns from the answer to an order. One that fell short has tried everything in the zones that it names; one that
-    /// did not has still met types that are out.
+    /// Records the outcome of an order. One that fell short tried every allowed type in the zones of its causes;
+    /// otherwise only the types of the causes are out of capacity.
     pub fn note(&mut self, order: &LaunchOrder, launched: usize, causes: &[Cause], now: Timestamp) {
-        self.known.retain(|known| known.until > now);
+        self.shortages.retain(|shortage| shortage.until > now);
         let short = launched < order.requested as usize;
         for cause in causes.iter().filter(|cause| cause.kind() == Kind::Capacity) {
             let (cpu, memory_mib, types) = match short || cause.instance_type.is_empty() {
                 true => (order.cpu, order.memory_mib, order.allowed_instance_types.clone()),
                 false => (0, 0, vec![cause.instance_type.clone()]),
             };
-            let (subnet, zone) = (cause.subnet.clone(), cause.place().to_owned());
+            let (subnet, zone) = (cause.subnet.clone(), cause.zone_or_subnet().to_owned());
             let usage_class = order.usage_class;
             let new = Shortage { subnet, zone, usage_class, cpu, memory_mib, types, until: now + self.memory };
-            self.known.retain(|known| Shortage { until: new.until, ..known.clone() } != new);
-            self.known.push(new);
+            self.shortages.retain(|shortage| Shortage { until: new.until, ..shortage.clone() } != new);
+            self.shortages.push(new);
         }
     }
 
-    /// What to order for `needs`: not where it is known to be empty, on-demand instead of spot where `fallback` allows and
-    /// spot is empty everywhere, and nothing while all is empty.
+    /// What to order for `needs`: skips subnets without capacity, uses on-demand if `fallback` allows and spot has none
+    /// anywhere, and waits while every subnet is out.
     pub fn order(&self, needs: &Requirements, subnet_ids: &[String], fallback: bool, now: Timestamp) -> LaunchChoice {
-        let instead = (needs.usage_class == UsageClass::Spot && fallback).then_some(UsageClass::OnDemand);
+        let fallback_class = (needs.usage_class == UsageClass::Spot && fallback).then_some(UsageClass::OnDemand);
         let mut closed = Vec::new();
-        for usage_class in [Some(needs.usage_class), instead].into_iter().flatten() {
+        for usage_class in [Some(needs.usage_class), fallback_class].into_iter().flatten() {
             let (empty, open): (Vec<_>, Vec<_>) =
-                subnet_ids.iter().partition(|subnet| self.is_empty(subnet, usage_class, needs, now));
+                subnet_ids.iter().partition(|subnet| self.lacks_capacity(subnet, usage_class, needs, now));
             if !open.is_empty() {
                 return LaunchChoice::Ask { usage_class, subnet_ids: open.into_iter().cloned().collect() };
             }
-            closed.extend(empty.into_iter().flat_map(|subnet| self.about(subnet, usage_class, needs, now)));
+            closed.extend(empty.into_iter().flat_map(|subnet| self.applicable(subnet, usage_class, needs, now)));
         }
-        let until = closed.iter().map(|known| known.until).min().unwrap_or(now);
-        let mut zones: Vec<_> = closed.iter().map(|known| known.zone.as_str()).collect();
+        let until = closed.iter().map(|shortage| shortage.until).min().unwrap_or(now);
+        let mut zones: Vec<_> = closed.iter().map(|shortage| shortage.zone.as_str()).collect();
         zones.sort_unstable();
         zones.dedup();
         let at = until.strftime("%Y-%m-%dT%H:%M:%SZ");
@@ -84,29 +84,29 @@ impl CapacityMemory {
         }
     }
 
-    fn is_empty(&self, subnet: &str, usage_class: UsageClass, needs: &Requirements, now: Timestamp) -> bool {
+    fn lacks_capacity(&self, subnet: &str, usage_class: UsageClass, needs: &Requirements, now: Timestamp) -> bool {
         let types = &needs.allowed_instance_types;
         let out = |wanted: &String| {
-            self.about(subnet, usage_class, needs, now)
-                .any(|known| known.types.iter().any(|pattern| glob(pattern, wanted)))
+            self.applicable(subnet, usage_class, needs, now)
+                .any(|shortage| shortage.types.iter().any(|pattern| glob(pattern, wanted)))
         };
         !types.is_empty() && types.iter().all(out)
     }
 
-    /// What is known of a place for machines of this size: where a smaller one is not to be had, a larger one is not.
-    fn about<'a>(
+    /// Shortages that apply to machines of this size: where a smaller one is unavailable, so is a larger one.
+    fn applicable<'a>(
         &'a self,
         subnet: &'a str,
         usage_class: UsageClass,
         needs: &'a Requirements,
         now: Timestamp,
     ) -> impl Iterator<Item = &'a Shortage> {
-        self.known.iter().filter(move |known| {
-            known.subnet == subnet
-                && known.usage_class == usage_class
-                && known.until > now
-                && known.cpu <= needs.cpu
-                && known.memory_mib <= needs.memory_mib
+        self.shortages.iter().filter(move |shortage| {
+            shortage.subnet == subnet
+                && shortage.usage_class == usage_class
+                && shortage.until > now
+                && shortage.cpu <= needs.cpu
+                && shortage.memory_mib <= needs.memory_mib
         })
     }
 }

@@ -52,7 +52,7 @@ fn when_every_zone_is_empty_a_claim_waits_and_says_where_and_until_when() {
 }
 
 #[test]
-fn what_is_empty_for_one_is_empty_for_the_same_or_more_and_for_nobody_else() {
+fn a_shortage_applies_to_the_same_or_larger_requirements_only() {
     let wanted = needs(OnDemand, 4, &["c7*", "m7i.large"]);
     let mut known = CapacityMemory::new(MEMORY);
     known.note(&order(&wanted, 1), 0, &[out("a", "c7i.large"), out("b", "c7i.large")], at(0));
@@ -89,8 +89,8 @@ fn spot_falls_back_to_on_demand_only_where_the_pool_allows_and_spot_is_out_every
     known.note(&order(&wanted, 1), 0, &[out("b", "")], at(1));
     assert_eq!(known.order(&wanted, &subnets(), true, at(2)), ask(OnDemand, &["a", "b"]));
     assert!(matches!(known.order(&wanted, &subnets(), false, at(2)), LaunchChoice::Wait { .. }));
-    let dear = needs(OnDemand, 2, &["*"]);
-    known.note(&order(&dear, 1), 0, &[out("a", ""), out("b", "")], at(2));
+    let on_demand = needs(OnDemand, 2, &["*"]);
+    known.note(&order(&on_demand, 1), 0, &[out("a", ""), out("b", "")], at(2));
     assert!(matches!(known.order(&wanted, &subnets(), true, at(3)), LaunchChoice::Wait { .. }));
 }
 

@@ -30,22 +30,22 @@ pub const AGENT_CHECK_PERIOD: Duration = Duration::from_secs(1);
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
 /// The longest wait for a known time; a pool notifies its claims of machines that become free before.
 const RETRY_PERIOD_MAX: Duration = Duration::from_secs(30);
-/// How soon a claim is looked at again after a stale write; its watch event mostly comes first.
+/// How soon a claim is reconciled again after a write conflict; its watch event mostly comes first.
 pub const CONFLICT_RETRY: Duration = Duration::from_millis(200);
 
-/// What is known about a claim when its next action is chosen.
+/// Input of [`decide`].
 pub struct ClaimFacts<'a> {
     pub claim: &'a RunnerClaim,
     /// The claim's status so far, which may be ahead of the one that was written.
     pub status: &'a RunnerClaimStatus,
     pub pool: PoolView<'a>,
-    /// The instances whose records name this claim, those that ended included.
+    /// The machines whose records name this claim, terminated ones included.
     pub machines: &'a [Machine],
     pub launch: LaunchOptions<'a>,
     /// The pool has nothing more that fits.
     pub pool_exhausted: bool,
     pub run_completed: bool,
-    /// What came of the action before, in the same reconciliation.
+    /// Outcome of the previous action in the same reconciliation.
     pub last: &'a Applied,
 }
 
@@ -86,7 +86,7 @@ pub struct FailedMachine {
     pub message: String,
 }
 
-/// What to do now. Everything in one action may be done at once; the next action follows from what came of it.
+/// What to do now. The parts of one action may run concurrently; the next action depends on its outcome.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ClaimAction {
     Nothing,
@@ -94,9 +94,9 @@ pub enum ClaimAction {
     Wait(Wait),
     /// Take up to this many from the pool.
     Select(u32),
-    /// Write the order down: the intent before the effect, so that a new leader sends the same order.
+    /// Record the order before it is sent, so that a new leader sends the same order.
     PlaceOrder(Box<LaunchOrder>),
-    /// Have EC2 carry out the order that was written down.
+    /// Send the recorded order to EC2.
     SendOrder(Box<LaunchOrder>),
     /// Terminate the few machines that the last order got, for this reason, and place another order.
     FallBack {
@@ -104,9 +104,9 @@ pub enum ClaimAction {
         terminate: Ids,
         message: String,
     },
-    /// Give these the token that they wait for.
+    /// Seal the token that each of these waits for.
     Seal(Ids),
-    /// Terminate these, so that others take their place.
+    /// Terminate these, so that others replace them.
     Replace(Vec<FailedMachine>),
     /// Wait for the agents to register.
     AwaitAgents,
@@ -118,24 +118,24 @@ pub enum ClaimAction {
     Watch,
     /// Return machines that the claim does not need.
     Return(Ids),
-    /// Report that everything is about to be returned, so that a new leader goes on with it.
+    /// Report that everything is about to be returned, so that a new leader continues.
     Release(String),
     /// Return everything, then end the claim.
     Finish(ClaimPhase, ClaimReason, String),
-    /// Return what a claim that is over still holds.
+    /// Return what a finished claim still holds.
     Settle,
-    /// Return everything, then let the deleted claim go.
+    /// Return everything, then remove the finalizer of the deleted claim.
     Finalize,
 }
 
-/// What came of an action.
+/// Outcome of an action.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Applied {
     /// Nothing yet: the action is about to be carried out.
     #[default]
     UnderWay,
     Done,
-    /// What the action waits for is not there yet.
+    /// The action still waits for something.
     Incomplete,
     Selected {
         exhausted: bool,
@@ -174,7 +174,8 @@ impl<'a> PoolView<'a> {
         match (queue, status.and_then(|status| status.launch_template.as_ref())) {
             (Some(queue), Some(template)) => Self::Ready(Supply { spec, needs, queue: &queue.url, template }),
             (None, _) | (_, None) => {
-                let ready = status.and_then(|status| status.conditions.iter().find(|known| known.type_ == READY));
+                let ready =
+                    status.and_then(|status| status.conditions.iter().find(|condition| condition.type_ == READY));
                 Self::NotReady(ready.map_or("it is being prepared".into(), |condition| condition.message.clone()))
             }
         }
@@ -304,8 +305,8 @@ fn acquire(facts: &ClaimFacts, supply: &Supply, now: Timestamp) -> ClaimAction {
     }
 }
 
-/// What a claim holds and does not need: more than its count, as after a write of a former leader came late, and once it
-/// is Ready all that is not running. Machines of the pool go first, because they can go back to it.
+/// Machines that a claim holds but does not need: those beyond its count, as after a late write of a former leader, and
+/// once it is Ready all that do not run. Machines of the pool come first, because they can return to it.
 pub fn surplus(held: &[Machine], count: u32, ready: bool) -> Ids {
     let live = held.iter().filter(|tracked| tracked.record.state != State::Terminated);
     let (working, mut spare): (Vec<_>, Vec<_>) = live.partition(|tracked| tracked.record.state == State::Running);
@@ -315,8 +316,8 @@ pub fn surplus(held: &[Machine], count: u32, ready: bool) -> Ids {
     spare.into_iter().take(excess).map(|tracked| tracked.record.instance_id.clone()).collect()
 }
 
-/// Whether the status is written after an action, and whether the next action follows in the same reconciliation. A status that the next action
-/// replaces at once is not worth a write.
+/// Whether the status is written after an action, and whether the next action follows in the same reconciliation. A
+/// status that the next action replaces at once is not written.
 pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, ControlFlow<Next>) {
     use ClaimAction::{
         AwaitAgents, FallBack, Finalize, Finish, Nothing, PlaceOrder, Release, Replace, Return, Seal, Select,
@@ -333,7 +334,7 @@ pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, C
         (PlaceOrder(_) | FallBack { .. } | Replace(_) | Release(_), _) => (true, Continue(())),
         (Select(_) | Seal(_) | AwaitAgents | Start(_) | Return(_), _) => (false, Continue(())),
         (Serve | Watch | Finish(..) | Settle, _) => (true, Break(Next::AwaitChange)),
-        // The claim may have changed since it was seen, and then still has its finalizer.
+        // The claim may have changed since it was read, and then still has its finalizer.
         (Finalize, _) => (false, Break(Next::After(CONFLICT_RETRY))),
     }
 }

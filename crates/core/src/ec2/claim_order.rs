@@ -13,7 +13,7 @@ use crate::{
     demand::schedule::Wait,
 };
 
-/// An order for what the pool could not give, unless there is no room or EC2 is known to have no capacity.
+/// An order for the machines that the pool did not have, unless there is no room or EC2 is known to have no capacity.
 pub(super) fn first_order(facts: &ClaimFacts, supply: &Supply, count: u32, now: Timestamp) -> ClaimAction {
     let (live, max) = (facts.launch.live, supply.spec.max_instances);
     if live.saturating_add(count) > max {
@@ -33,7 +33,7 @@ pub(super) fn first_order(facts: &ClaimFacts, supply: &Supply, count: u32, now: 
     }
 }
 
-/// What follows from an order whose machines have no records yet.
+/// The next action for an order whose machines have no records yet.
 pub(super) fn ordered(facts: &ClaimFacts, supply: &Supply, order: &LaunchOrder, now: Timestamp) -> ClaimAction {
     match facts.last {
         Applied::UnderWay
@@ -49,8 +49,8 @@ pub(super) fn ordered(facts: &ClaimFacts, supply: &Supply, order: &LaunchOrder, 
         }
         Applied::TemplateGone(_) => {
             let (usage_class, subnet_ids) = (order.usage_class, order.subnet_ids.clone());
-            let again = launch_order(facts, supply, order.attempt + 1, order.requested, usage_class, subnet_ids, now);
-            ClaimAction::PlaceOrder(again)
+            let retry = launch_order(facts, supply, order.attempt + 1, order.requested, usage_class, subnet_ids, now);
+            ClaimAction::PlaceOrder(retry)
         }
         Applied::Short { launched, causes } => short(facts, supply, order, launched, causes, now),
     }

@@ -132,18 +132,18 @@ fn list_none(status: &mut RunnerClaimStatus, count: u32) {
     status.set_progress(0, count);
 }
 
-/// What a Ready claim became by the machines that it lost; nothing where it has all of them, or none is known to be lost.
+/// The new phase of a Ready claim that lost machines; none if no machine is known to be lost.
 fn losses(facts: &ClaimFacts) -> Option<(ClaimPhase, ClaimReason, String)> {
     let (held, count, lost) = (facts.held().count(), facts.claim.spec.count, lost(facts));
     if held == 0 {
-        return Some(how_it_ended(&lost));
+        return Some(end_of_claim(&lost));
     }
-    let message = || format!("{held} of {count} runners are left; lost: {}", in_words(&lost));
+    let message = || format!("{held} of {count} runners are left; lost: {}", describe(&lost));
     let some_lost = (held as u32) < count && !lost.is_empty();
     some_lost.then(|| (ClaimPhase::Ready, ClaimReason::WorkerLost, message()))
 }
 
-/// The records of machines that this very claim had when it was Ready, and that ended since.
+/// The records of machines that this claim had when it became Ready, and that were terminated since.
 fn lost<'a>(facts: &ClaimFacts<'a>) -> Vec<&'a Instance> {
     let created = facts.claim.metadata.creation_timestamp.as_ref().map_or(Timestamp::MIN, |time| time.0);
     let ready = facts.status.phase_times.ready.as_ref().map_or(created, |time| time.0);
@@ -151,9 +151,9 @@ fn lost<'a>(facts: &ClaimFacts<'a>) -> Vec<&'a Instance> {
     records.filter(|record| record.state == State::Terminated && record.updated_at >= ready).collect()
 }
 
-/// Why a claim that was Ready has no machines any more.
-fn how_it_ended(lost: &[&Instance]) -> (ClaimPhase, ClaimReason, String) {
-    let before_time: Vec<_> = lost
+/// Why a Ready claim has no machines any more.
+fn end_of_claim(lost: &[&Instance]) -> (ClaimPhase, ClaimReason, String) {
+    let premature: Vec<_> = lost
         .iter()
         .filter(|record| record.failure_reason != FailureReason::ThresholdPassed.as_str())
         .copied()
@@ -161,30 +161,31 @@ fn how_it_ended(lost: &[&Instance]) -> (ClaimPhase, ClaimReason, String) {
     if lost.is_empty() {
         let message = "its machines and their records are gone";
         (ClaimPhase::Failed, ClaimReason::WorkerLost, message.into())
-    } else if before_time.is_empty() {
+    } else if premature.is_empty() {
         let message = "its machines have run for as long as they may (maxRuntime), and were terminated";
         (ClaimPhase::Completed, ClaimReason::MaxRuntimeReached, message.into())
     } else {
-        (ClaimPhase::Failed, ClaimReason::WorkerLost, in_words(&before_time))
+        (ClaimPhase::Failed, ClaimReason::WorkerLost, describe(&premature))
     }
 }
 
-fn in_words(lost: &[&Instance]) -> String {
+fn describe(lost: &[&Instance]) -> String {
     let each = lost
         .iter()
         .map(|record| format!("{} ({}: {})", record.instance_id, record.failure_reason, record.failure_message));
     each.collect::<Vec<_>>().join("; ")
 }
 
-/// What a claim that stays Ready says of lost machines, if it did not say so before.
+/// The message about lost machines of a claim that stays Ready, unless it was reported before.
 pub fn newly_lost<'a>(before: &RunnerClaimStatus, after: &'a RunnerClaimStatus) -> Option<&'a str> {
-    let ready = |status: &'a RunnerClaimStatus| status.conditions.iter().find(|known| known.type_ == READY);
-    let said = ready(after).filter(|known| known.reason == ClaimReason::WorkerLost.as_str())?;
-    let told = before.conditions.iter().any(|known| known.type_ == READY && known.message == said.message);
-    (after.phase == Some(ClaimPhase::Ready) && !told).then_some(said.message.as_str())
+    let ready = |status: &'a RunnerClaimStatus| status.conditions.iter().find(|condition| condition.type_ == READY);
+    let lost = ready(after).filter(|condition| condition.reason == ClaimReason::WorkerLost.as_str())?;
+    let is_reported =
+        before.conditions.iter().any(|condition| condition.type_ == READY && condition.message == lost.message);
+    (after.phase == Some(ClaimPhase::Ready) && !is_reported).then_some(lost.message.as_str())
 }
 
-/// The first time that a claim entered a phase, as an event tells it.
+/// A phase that a claim entered for the first time, for an Event.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entered {
     pub phase: ClaimPhase,
@@ -195,7 +196,7 @@ pub struct Entered {
 /// The phases that were entered for the first time since `before`.
 pub fn entered(before: &PhaseTimes, status: &RunnerClaimStatus) -> Vec<Entered> {
     let current = status.phase.unwrap_or_default();
-    let condition = status.conditions.iter().find(|known| known.type_ == READY);
+    let condition = status.conditions.iter().find(|condition| condition.type_ == READY);
     let is_new = |phase: &ClaimPhase| before.of(*phase).is_none() && status.phase_times.of(*phase).is_some();
     let event = |phase: ClaimPhase| match condition.filter(|_| phase == current) {
         Some(condition) => Entered { phase, reason: condition.reason.clone(), note: condition.message.clone() },

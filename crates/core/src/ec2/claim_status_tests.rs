@@ -45,7 +45,7 @@ fn after(claim: &RunnerClaim, machines: &[Machine], action: &ClaimAction, applie
 }
 
 /// Phase, reason and message.
-fn told(status: &RunnerClaimStatus) -> (ClaimPhase, &str, &str) {
+fn summary(status: &RunnerClaimStatus) -> (ClaimPhase, &str, &str) {
     let ready = &status.conditions[0];
     assert_eq!(ready.status == "True", status.phase == Some(ClaimPhase::Ready));
     (status.phase.unwrap(), &ready.reason, &ready.message)
@@ -98,7 +98,7 @@ fn the_phase_follows_the_action() {
         ),
     ] {
         let status = after(&claim, &machines, &action, &Applied::Done);
-        assert_eq!(told(&status), expected, "{action:?}");
+        assert_eq!(summary(&status), expected, "{action:?}");
         assert_eq!(
             status.phase_times.of(expected.0).map(|time| time.0),
             Some(if expected.0 == Pending { at(1) } else { at(20) })
@@ -134,7 +134,7 @@ fn what_is_not_done_is_not_reported() {
         (ClaimAction::Select(1), ClaimPhase::Claiming),
         (ClaimAction::Seal(Vec::new()), ClaimPhase::Validating),
     ] {
-        assert_eq!(told(&after(&claim, &[], &action, &outage)), (phase, "GitHubUnavailable", "down"));
+        assert_eq!(summary(&after(&claim, &[], &action, &outage)), (phase, "GitHubUnavailable", "down"));
     }
 }
 
@@ -211,7 +211,7 @@ fn a_ready_claim_follows_its_machines() {
             (ClaimPhase::Failed, "WorkerLost", "i-2 (spot_reclaimed: gone)"),
         ),
     ] {
-        assert_eq!(told(&watch(&machines)), expected, "{name}");
+        assert_eq!(summary(&watch(&machines)), expected, "{name}");
     }
     for machines in [vec![running("i-1"), running("i-2")], vec![running("i-1")]] {
         assert!(watch(&machines).conditions.is_empty(), "nothing is known to be lost");
@@ -219,7 +219,7 @@ fn a_ready_claim_follows_its_machines() {
 }
 
 #[test]
-fn a_loss_is_told_once() {
+fn a_loss_is_reported_once() {
     let mut claim = claim_in(ClaimPhase::Ready, json!({}));
     let machines = [machine("i-1", State::Running), terminated("i-2", FailureReason::SpotReclaimed, 9)];
     let before = initial(&claim, at(1));
@@ -228,11 +228,11 @@ fn a_loss_is_told_once() {
     claim.status = Some(status.clone());
     assert_eq!(newly_lost(&status, &after(&claim, &machines, &ClaimAction::Watch, &Applied::Done)), None);
     let over = after(&claim, &[], &ClaimAction::Watch, &Applied::Done);
-    assert_eq!(newly_lost(&status, &over), None, "the event of its phase tells that");
+    assert_eq!(newly_lost(&status, &over), None, "the event of its phase reports that");
 }
 
 #[test]
-fn an_event_tells_each_phase_once() {
+fn each_phase_has_one_event() {
     let mut claim = ec2_claim(2, RUN);
     claim.status = Some(after(&claim, &[], &ClaimAction::Select(2), &Applied::UnderWay));
     let ready = after(&claim, &[], &ClaimAction::Serve, &Applied::Done);
@@ -247,5 +247,5 @@ fn an_event_tells_each_phase_once() {
     assert_eq!(phases(&ready.phase_times), []);
     let notes: Vec<_> = entered(&PhaseTimes::default(), &ready).into_iter().map(|entered| entered.note).collect();
     assert_eq!(notes[1], Claiming.doing(), "a phase that is over");
-    assert!(notes[2].starts_with("2 of 2 runners"), "the current phase says what its condition says");
+    assert!(notes[2].starts_with("2 of 2 runners"), "the current phase has the message of its condition");
 }

@@ -14,7 +14,7 @@ use crate::{
 const RUN: &str = "7890";
 
 /// A claim and what surrounds it; its methods change one thing each.
-struct Story {
+struct Scenario {
     claim: RunnerClaim,
     pool: Option<RunnerPool>,
     machines: Vec<Machine>,
@@ -25,8 +25,8 @@ struct Story {
     last: Applied,
 }
 
-fn story(count: u32, machines: &[Machine]) -> Story {
-    Story {
+fn scenario(count: u32, machines: &[Machine]) -> Scenario {
+    Scenario {
         claim: ec2_claim(count, RUN),
         pool: Some(ready_pool()),
         machines: machines.to_vec(),
@@ -38,7 +38,7 @@ fn story(count: u32, machines: &[Machine]) -> Story {
     }
 }
 
-impl Story {
+impl Scenario {
     fn claim(mut self, change: Value) -> Self {
         self.claim = with(&self.claim, change);
         self
@@ -121,7 +121,7 @@ fn out_of_capacity() -> Cause {
 }
 
 /// The name of an action, its reason or phase, and how many machines it is about.
-fn in_short(action: &ClaimAction) -> String {
+fn summary(action: &ClaimAction) -> String {
     match action {
         ClaimAction::Nothing => "nothing".into(),
         ClaimAction::Wait(wait) => format!("wait {}", wait.reason.as_str()),
@@ -149,9 +149,9 @@ fn in_short(action: &ClaimAction) -> String {
     }
 }
 
-fn check<const N: usize>(cases: [(&str, Story, &str); N]) {
-    for (name, story, expected) in cases {
-        assert_eq!(in_short(&story.decide()), expected, "{name}");
+fn check<const N: usize>(cases: [(&str, Scenario, &str); N]) {
+    for (name, scenario, expected) in cases {
+        assert_eq!(summary(&scenario.decide()), expected, "{name}");
     }
 }
 
@@ -159,7 +159,7 @@ fn check<const N: usize>(cases: [(&str, Story, &str); N]) {
 fn the_phase_decides_before_anything_else() {
     use ClaimPhase::{Claiming, Completed, Creating, Failed, Pending, Ready, Releasing, Validating};
     let running = held("i-1", State::Running, Some(Signal::Registered));
-    let one = || story(1, std::slice::from_ref(&running));
+    let one = || scenario(1, std::slice::from_ref(&running));
     check([
         ("completed", one().phase(Completed), "settle"),
         ("failed", one().phase(Failed), "settle"),
@@ -168,7 +168,7 @@ fn the_phase_decides_before_anything_else() {
         ("ready, and the run is completed", one().phase(Ready).run_completed(), "release"),
         ("completed, and so is the run", one().phase(Completed).run_completed(), "settle"),
         ("releasing, and the run is completed", one().phase(Releasing).run_completed(), "finish Completed Completed"),
-        ("ready without machines", story(1, &[]).phase(Ready), "watch"),
+        ("ready without machines", scenario(1, &[]).phase(Ready), "watch"),
     ]);
     for phase in [Pending, Claiming, Creating, Validating] {
         check([("acquiring", one().phase(phase), "serve")]);
@@ -194,18 +194,26 @@ fn a_claim_waits_until_its_pool_can_serve_it() {
     let claimed = held("i-1", State::Claimed, None);
     let deleting = json!({"metadata": {"deletionTimestamp": at(1)}});
     check([
-        ("no pool", story(1, &[]).no_pool(), "wait PoolNotFound"),
-        ("no pool for a claim that is over", story(1, &[]).phase(ClaimPhase::Completed).no_pool(), "wait PoolNotFound"),
-        ("deleting", story(1, &[]).pool(deleting.clone()), "wait PoolNotReady"),
-        ("deleting, with a machine held", story(1, &[claimed]).pool(deleting), "await agents"),
-        ("no queue", story(1, &[]).pool(json!({"status": {"queues": null}})), "wait PoolNotReady"),
-        ("no template", story(1, &[]).pool(json!({"status": {"launchTemplate": null}})), "wait PoolNotReady"),
-        ("no status", story(1, &[]).pool(json!({"status": null})), "wait PoolNotReady"),
-        ("no such class", story(1, &[]).claim(json!({"spec": {"resourceClass": "huge"}})), "finish Failed InvalidSpec"),
+        ("no pool", scenario(1, &[]).no_pool(), "wait PoolNotFound"),
+        (
+            "no pool for a claim that is over",
+            scenario(1, &[]).phase(ClaimPhase::Completed).no_pool(),
+            "wait PoolNotFound",
+        ),
+        ("deleting", scenario(1, &[]).pool(deleting.clone()), "wait PoolNotReady"),
+        ("deleting, with a machine held", scenario(1, &[claimed]).pool(deleting), "await agents"),
+        ("no queue", scenario(1, &[]).pool(json!({"status": {"queues": null}})), "wait PoolNotReady"),
+        ("no template", scenario(1, &[]).pool(json!({"status": {"launchTemplate": null}})), "wait PoolNotReady"),
+        ("no status", scenario(1, &[]).pool(json!({"status": null})), "wait PoolNotReady"),
+        (
+            "no such class",
+            scenario(1, &[]).claim(json!({"spec": {"resourceClass": "huge"}})),
+            "finish Failed InvalidSpec",
+        ),
     ]);
     let condition = json!({"type": "Ready", "status": "False", "reason": "InvalidSpec", "message": "no such AMI",
         "lastTransitionTime": at(0)});
-    let unready = story(1, &[]).pool(json!({"status": {"queues": null, "conditions": [condition]}}));
+    let unready = scenario(1, &[]).pool(json!({"status": {"queues": null, "conditions": [condition]}}));
     match unready.decide() {
         ClaimAction::Wait(wait) => assert_eq!(wait.message, "the pool is not ready: no such AMI"),
         other => panic!("{other:?}"),
@@ -216,12 +224,14 @@ fn a_claim_waits_until_its_pool_can_serve_it() {
 fn the_pool_is_asked_first_and_machines_are_created_only_when_it_has_none() {
     let claimed = held("i-1", State::Claimed, None);
     let one = std::slice::from_ref(&claimed);
-    let full = Story { live: 99, ..story(3, one).exhausted() }.pool(json!({"spec": {"ec2": {"maxInstances": 100}}}));
-    let room = Story { live: 98, ..story(3, one).exhausted() }.pool(json!({"spec": {"ec2": {"maxInstances": 100}}}));
+    let full =
+        Scenario { live: 99, ..scenario(3, one).exhausted() }.pool(json!({"spec": {"ec2": {"maxInstances": 100}}}));
+    let room =
+        Scenario { live: 98, ..scenario(3, one).exhausted() }.pool(json!({"spec": {"ec2": {"maxInstances": 100}}}));
     check([
-        ("nothing held", story(3, &[]), "select 3"),
-        ("one of three", story(3, one), "select 2"),
-        ("the pool has no more", story(3, one).exhausted(), "place order 1: 2 on-demand"),
+        ("nothing held", scenario(3, &[]), "select 3"),
+        ("one of three", scenario(3, one), "select 2"),
+        ("the pool has no more", scenario(3, one).exhausted(), "place order 1: 2 on-demand"),
         ("no room", full, "wait PoolFull"),
         ("just enough room", room, "place order 1: 2 on-demand"),
     ]);
@@ -232,13 +242,13 @@ fn nothing_is_ordered_where_ec2_has_no_capacity() {
     let spot = |fallback: bool| {
         let ec2 = json!({"defaults": {"usageClass": "spot", "allowedInstanceTypes": ["c6i.large"]},
             "fallback": {"spotToOnDemand": fallback}});
-        story(1, &[]).exhausted().pool(json!({"spec": {"ec2": ec2}}))
+        scenario(1, &[]).exhausted().pool(json!({"spec": {"ec2": ec2}}))
     };
-    let short = |mut story: Story| {
-        let ordered = story.decide();
+    let short = |mut scenario: Scenario| {
+        let ordered = scenario.decide();
         let ClaimAction::PlaceOrder(order) = ordered else { panic!("{ordered:?}") };
-        story.capacity.note(&order, 0, &[out_of_capacity()], at(1));
-        story
+        scenario.capacity.note(&order, 0, &[out_of_capacity()], at(1));
+        scenario
     };
     check([
         ("with capacity", spot(false), "place order 1: 1 spot"),
@@ -255,11 +265,12 @@ fn nothing_is_ordered_where_ec2_has_no_capacity() {
 #[test]
 fn an_order_is_sent_until_its_machines_have_records() {
     use UsageClass::{OnDemand, Spot};
-    let sent = || story(2, &[]).ordered(OnDemand, 1, &[]);
+    let sent = || scenario(2, &[]).ordered(OnDemand, 1, &[]);
     let short = |causes: Vec<Cause>| Applied::Short { launched: vec!["i-1".into()], causes };
     let other = Cause { code: "InvalidSubnetID.NotFound".into(), ..Cause::default() };
-    let spot =
-        || story(2, &[]).ordered(Spot, 1, &[]).pool(json!({"spec": {"ec2": {"fallback": {"spotToOnDemand": true}}}}));
+    let spot = || {
+        scenario(2, &[]).ordered(Spot, 1, &[]).pool(json!({"spec": {"ec2": {"fallback": {"spotToOnDemand": true}}}}))
+    };
     let gone = || Applied::TemplateGone("no template".into());
     check([
         ("found after a restart", sent(), "send order 1"),
@@ -272,7 +283,7 @@ fn an_order_is_sent_until_its_machines_have_records() {
         ("its template is gone", sent().last(gone()), "wait PoolNotReady"),
         (
             "the pool has another template by now",
-            story(2, &[]).ordered(Spot, 7, &[]).last(gone()),
+            scenario(2, &[]).ordered(Spot, 7, &[]).last(gone()),
             "place order 2: 2 spot",
         ),
     ]);
@@ -284,11 +295,11 @@ fn i4_nobody_starts_before_all_are_confirmed() {
     let confirmed = held("i-1", State::Claimed, Some(Signal::Registered));
     let created = held("i-2", State::Created, Some(Signal::Registered));
     check([
-        ("one still registers", story(2, &[confirmed.clone(), waiting]).exhausted(), "await agents"),
-        ("one has no token yet", story(2, &[confirmed.clone(), unsealed("i-2", State::Created)]), "seal i-2"),
+        ("one still registers", scenario(2, &[confirmed.clone(), waiting]).exhausted(), "await agents"),
+        ("one has no token yet", scenario(2, &[confirmed.clone(), unsealed("i-2", State::Created)]), "seal i-2"),
         (
             "all are registered",
-            story(2, &[confirmed, created]).exhausted().ordered(UsageClass::OnDemand, 1, &["i-2"]),
+            scenario(2, &[confirmed, created]).exhausted().ordered(UsageClass::OnDemand, 1, &["i-2"]),
             "start i-1 i-2",
         ),
     ]);
@@ -300,8 +311,8 @@ fn i5_a_start_that_was_cut_short_is_finished() {
     let confirmed = held("i-2", State::Claimed, Some(Signal::Registered));
     let other = held("i-2", State::Running, Some(Signal::Registered));
     check([
-        ("one runs", story(2, &[running.clone(), confirmed]), "start i-2"),
-        ("both run", story(2, &[running, other]), "serve"),
+        ("one runs", scenario(2, &[running.clone(), confirmed]), "start i-2"),
+        ("both run", scenario(2, &[running, other]), "serve"),
     ]);
 }
 
@@ -310,9 +321,9 @@ fn a_machine_of_the_pool_that_fails_its_checks_is_replaced() {
     let failed = held("i-1", State::Claimed, Some(Signal::RegistrationFailed));
     let ended = held("i-1", State::Terminated, None);
     check([
-        ("failed", story(1, std::slice::from_ref(&failed)), "replace i-1"),
-        ("beside one without a token", story(2, &[failed, unsealed("i-2", State::Created)]), "seal i-2"),
-        ("terminated", story(1, &[ended]), "select 1"),
+        ("failed", scenario(1, std::slice::from_ref(&failed)), "replace i-1"),
+        ("beside one without a token", scenario(2, &[failed, unsealed("i-2", State::Created)]), "seal i-2"),
+        ("terminated", scenario(1, &[ended]), "select 1"),
     ]);
 }
 
@@ -320,7 +331,7 @@ fn a_machine_of_the_pool_that_fails_its_checks_is_replaced() {
 fn i4_a_created_machine_that_fails_its_checks_fails_the_claim() {
     let fine = held("i-1", State::Claimed, Some(Signal::Registered));
     let failed = held("i-2", State::Created, Some(Signal::ScriptFailed));
-    match story(2, &[fine, failed]).exhausted().ordered(UsageClass::OnDemand, 1, &["i-2"]).decide() {
+    match scenario(2, &[fine, failed]).exhausted().ordered(UsageClass::OnDemand, 1, &["i-2"]).decide() {
         ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::ValidationFailed, message) => {
             assert!(message.starts_with("i-2: "), "{message}");
         }
@@ -330,7 +341,7 @@ fn i4_a_created_machine_that_fails_its_checks_fails_the_claim() {
 
 #[test]
 fn a_fleet_is_ordered_once() {
-    let lost = story(1, &[]).exhausted().ordered(UsageClass::OnDemand, 1, &["i-1"]);
+    let lost = scenario(1, &[]).exhausted().ordered(UsageClass::OnDemand, 1, &["i-1"]);
     check([("its machine is lost", lost, "finish Failed WorkerLost")]);
 }
 
@@ -347,16 +358,16 @@ fn i4_a_claim_lets_go_of_what_it_does_not_need_machines_of_the_pool_first() {
     assert!(surplus(std::slice::from_ref(&running), 1, true).is_empty());
     assert!(surplus(&[running, held("i-4", State::Terminated, None)], 1, true).is_empty());
     check([
-        ("acquiring", story(2, &all), "return i-1"),
-        ("ready", story(3, &all).phase(ClaimPhase::Ready), "return i-1 i-2"),
-        ("ready, after one try", story(3, &all).phase(ClaimPhase::Ready).last(Applied::Done), "watch"),
+        ("acquiring", scenario(2, &all), "return i-1"),
+        ("ready", scenario(3, &all).phase(ClaimPhase::Ready), "return i-1 i-2"),
+        ("ready, after one try", scenario(3, &all).phase(ClaimPhase::Ready).last(Applied::Done), "watch"),
     ]);
 }
 
 #[test]
 fn a_status_is_written_only_where_the_claim_waits_or_a_new_leader_needs_it() {
     let order = || {
-        let ordered = story(1, &[]).exhausted().decide();
+        let ordered = scenario(1, &[]).exhausted().decide();
         let ClaimAction::PlaceOrder(order) = ordered else { panic!("{ordered:?}") };
         order
     };

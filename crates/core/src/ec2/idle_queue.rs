@@ -1,4 +1,4 @@
-//! The idle queue as a state machine: which idle machine goes to which request, and what becomes of each message.
+//! The idle queue as a state machine: which idle machine goes to which request, and what happens to each message.
 //!
 //! No machine is created while an idle one fits. So the state machine tracks which machines are handed out, takes messages
 //! that it has put back when a later request fits them, and, once the queue shows nothing more, asks the ledger: a message
@@ -14,13 +14,13 @@ use super::{
     requirements::Requirements,
 };
 
-/// What one call to SQS carries at most.
+/// The most messages in one SQS call.
 pub const BATCH: usize = 10;
 /// How long a message that fits no request stays hidden, so that the queue does not show the same ones all the time.
 pub const PUT_BACK_DELAY: Duration = Duration::from_secs(3);
 /// How long before it becomes visible again a message that was put back can still be taken.
 const RECALL_MARGIN: Duration = Duration::from_millis(500);
-/// Receives in parallel: a hundred machines a round are more than are claimed meanwhile.
+/// Parallel receives: 100 messages a round are more than are claimed meanwhile.
 const MAX_RECEIVES: usize = 10;
 /// How long deletions wait for others, so that many go in one call.
 const DELETE_DELAY: Duration = Duration::from_secs(1);
@@ -45,7 +45,7 @@ pub struct Selected {
     pub message: Option<Received>,
 }
 
-/// What became of a machine that was handed out.
+/// Outcome of a machine that was handed out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Disposition {
     /// Claimed, or no claim can have it: its message is deleted.
@@ -98,7 +98,7 @@ pub enum Output {
     Wait(Duration),
 }
 
-/// What the reader of one queue remembers. All of it can be lost.
+/// In-memory state of the reader of one queue. All of it can be lost.
 #[derive(Debug, Default)]
 pub struct IdleQueue {
     /// In order of arrival.
@@ -108,7 +108,7 @@ pub struct IdleQueue {
     /// Only machines that are handed out can still serve those that wait.
     awaits_others: bool,
     /// There was a request or a settled machine since the last tick.
-    heard: bool,
+    has_input: bool,
     /// Messages to delete, to show again at once, and to show again later.
     done: Vec<Received>,
     unused: Vec<Received>,
@@ -146,11 +146,11 @@ impl IdleQueue {
             Input::Request { id, needs, count } => {
                 let (selected, exhaustion) = (Vec::new(), Exhaustion::default());
                 self.waiting.push(Waiting { id, needs, count, selected, exhaustion, exhausted: false });
-                (self.heard, self.awaits_others) = (true, false);
+                (self.has_input, self.awaits_others) = (true, false);
             }
             Input::Settled(selected, disposition) => self.settle(selected, disposition),
             Input::Tick => {
-                let quiet = !mem::take(&mut self.heard);
+                let quiet = !mem::take(&mut self.has_input);
                 self.flush(quiet, now, &mut outputs);
                 self.recall(availability, now);
                 let missing: usize = self.waiting.iter().map(Waiting::missing).sum();
@@ -162,7 +162,7 @@ impl IdleQueue {
             }
             Input::Received { messages, failed } if failed && messages.is_empty() => self.fail(&mut outputs),
             Input::Received { messages, failed: _ } => {
-                outputs.extend(self.sort_out(messages, availability, now));
+                outputs.extend(self.match_received(messages, availability, now));
                 self.flush(false, now, &mut outputs);
                 if self.waiting.iter().any(Waiting::needs_ledger) {
                     let asking = self.waiting.iter().filter(|waiting| waiting.needs_ledger());
@@ -174,7 +174,7 @@ impl IdleQueue {
             Input::Listed(machines) => {
                 for index in 0..self.waiting.len() {
                     if self.waiting[index].needs_ledger() {
-                        self.last_resort(index, &machines);
+                        self.fill_from_ledger(index, &machines);
                     }
                 }
                 self.answer(&mut outputs);
@@ -186,7 +186,7 @@ impl IdleQueue {
 
     fn wait(&self) -> Option<Duration> {
         match (self.waiting.is_empty(), self.done.is_empty()) {
-            _ if self.heard => Some(Duration::ZERO),
+            _ if self.has_input => Some(Duration::ZERO),
             (false, _) if self.awaits_others => Some(SETTLE_WAIT),
             (false, _) => Some(Duration::ZERO),
             (true, false) => Some(DELETE_DELAY),
@@ -195,7 +195,7 @@ impl IdleQueue {
     }
 
     fn settle(&mut self, Selected { machine, message }: Selected, disposition: Disposition) {
-        self.heard = true;
+        self.has_input = true;
         if let Some(times) = self.handed_out.get_mut(&machine.instance_id) {
             *times -= 1;
             if *times == 0 {
@@ -231,27 +231,27 @@ impl IdleQueue {
         self.hidden.retain(|(_, _, since)| is_hidden(*since));
         let mut open = self.open();
         for (machine, message, since) in mem::take(&mut self.hidden) {
-            let free = self.known(&machine, &availability) == Availability::Free;
+            let free = self.availability_of(&machine, &availability) == Availability::Free;
             match free.then(|| assign(&machine, &mut open)).flatten() {
-                Some(index) => self.give(index, machine, Some(message)),
+                Some(index) => self.hand_out(index, machine, Some(message)),
                 None => self.hidden.push((machine, message, since)),
             }
         }
     }
 
-    /// Matches what was received; gives what was discarded.
-    fn sort_out(
+    /// Matches received messages; returns those that are discarded.
+    fn match_received(
         &mut self,
         messages: Vec<Received>,
         availability: impl Fn(&str) -> Availability,
         now: Timestamp,
     ) -> Vec<Output> {
         let bodies: Vec<_> = messages.iter().map(|message| message.body.clone()).collect();
-        let picks = pick(&bodies, &mut self.open(), |machine| self.known(machine, &availability), now);
+        let picks = pick(&bodies, &mut self.open(), |machine| self.availability_of(machine, &availability), now);
         let (mut seen, mut discarded) = (Vec::new(), Vec::new());
         for (message, pickup) in messages.into_iter().zip(picks) {
             match pickup {
-                Pickup::Take(index, machine) => self.give(index, machine, Some(message)),
+                Pickup::Take(index, machine) => self.hand_out(index, machine, Some(message)),
                 Pickup::PutBack(machine) => {
                     seen.push(machine.instance_id.clone());
                     self.unfit.push((machine, message));
@@ -269,11 +269,11 @@ impl IdleQueue {
         discarded
     }
 
-    /// The queue has nothing more for this request: `machines` that the ledger knows to be free, or that others may give
-    /// back, come before new ones.
-    fn last_resort(&mut self, index: usize, machines: &[IdleMessage]) {
-        // Its own machines are claimed as soon as it is answered. Those of later requests are not waited for either: these
-        // wait for this one, and two must not wait for each other.
+    /// The queue has nothing more for this request: `machines` that are free according to the ledger, or that other
+    /// requests may return, come before new ones.
+    fn fill_from_ledger(&mut self, index: usize, machines: &[IdleMessage]) {
+        // Its own machines are claimed as soon as it is answered. Those of later requests are not waited for either:
+        // they wait for this one, and two requests must not wait for each other.
         let own = |machine: &IdleMessage| {
             let mut selected = self.waiting[index..].iter().flat_map(|waiting| &waiting.selected);
             selected.any(|selected| selected.machine.instance_id == machine.instance_id)
@@ -283,7 +283,7 @@ impl IdleQueue {
         let (others, free): (Vec<_>, Vec<_>) =
             fitting.partition(|machine| self.handed_out.contains_key(&machine.instance_id));
         for machine in free.into_iter().take(self.waiting[index].missing()) {
-            self.give(index, machine.clone(), None);
+            self.hand_out(index, machine.clone(), None);
         }
         let waiting = &mut self.waiting[index];
         match (waiting.missing(), others.is_empty()) {
@@ -307,7 +307,7 @@ impl IdleQueue {
         }
     }
 
-    fn give(&mut self, index: usize, machine: IdleMessage, message: Option<Received>) {
+    fn hand_out(&mut self, index: usize, machine: IdleMessage, message: Option<Received>) {
         *self.handed_out.entry(machine.instance_id.clone()).or_default() += 1;
         self.waiting[index].selected.push(Selected { machine, message });
     }
@@ -317,10 +317,10 @@ impl IdleQueue {
         self.waiting.iter().map(|waiting| (waiting.needs.clone(), waiting.missing() as u32)).collect()
     }
 
-    fn known(&self, machine: &IdleMessage, availability: impl Fn(&str) -> Availability) -> Availability {
+    fn availability_of(&self, machine: &IdleMessage, availability: impl Fn(&str) -> Availability) -> Availability {
         match availability(&machine.instance_id) {
             Availability::Free if self.handed_out.contains_key(&machine.instance_id) => Availability::Busy,
-            known => known,
+            availability => availability,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The state machine amid random events.
+//! The state machine under random events.
 
 use std::collections::BTreeMap;
 
@@ -49,7 +49,7 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
     prop::collection::vec(event, 0..80)
 }
 
-/// The world around the state machine: SQS, the ledger, and claims.
+/// Models SQS, the ledger and claims around the state machine.
 #[derive(Default)]
 struct World {
     queue: IdleQueue,
@@ -72,7 +72,7 @@ impl World {
         if claimed.iter().any(|claimed| claimed == id) { Availability::Taken } else { Availability::Free }
     }
 
-    fn go(&mut self, place: Place, from: &[Place], message: &Received) {
+    fn move_message(&mut self, place: Place, from: &[Place], message: &Received) {
         let was = self.places.insert(message.receipt.clone(), place);
         assert!(was.is_some_and(|was| from.contains(&was)), "{message:?}: {was:?} → {place:?}");
     }
@@ -95,7 +95,7 @@ impl World {
                     Output::Fail(request) => assert!(fails && self.requests.remove(&request).is_some()),
                     Output::Delete(messages) => {
                         for message in messages {
-                            self.go(Place::Deleted, &[Place::Queue], &message);
+                            self.move_message(Place::Deleted, &[Place::Queue], &message);
                             self.visible.insert(id_of(&message), None);
                         }
                     }
@@ -105,7 +105,7 @@ impl World {
                             // What was recalled for a request that failed is shown at once.
                             let from =
                                 if delay.is_zero() { &[Place::Queue, Place::Hidden][..] } else { &[Place::Queue] };
-                            self.go(place, from, &message);
+                            self.move_message(place, from, &message);
                             if let Some(Some(visible)) = self.visible.get_mut(&id_of(&message)) {
                                 *visible = self.millis + delay.as_millis() as u64;
                             }
@@ -143,7 +143,7 @@ impl World {
         assert!(selected.len() <= count as usize && (exhausted || selected.len() == count as usize));
         assert!(selected.iter().all(|selected| needs.met_by(&selected.machine)));
         for message in selected.iter().filter_map(|selected| selected.message.as_ref()) {
-            self.go(Place::Claim, &[Place::Queue, Place::Hidden], message);
+            self.move_message(Place::Claim, &[Place::Queue, Place::Hidden], message);
         }
         self.handed_out.extend(selected);
         // No machine is created while an idle one fits.
@@ -154,7 +154,7 @@ impl World {
     fn settle(&mut self, index: usize, disposition: Disposition) {
         let selected = self.handed_out.swap_remove(index);
         if let Some(message) = &selected.message {
-            self.go(Place::Queue, &[Place::Claim], message);
+            self.move_message(Place::Queue, &[Place::Claim], message);
         }
         if disposition == Disposition::Over {
             self.claimed.push(selected.machine.instance_id.clone());
@@ -162,7 +162,7 @@ impl World {
         self.feed(Input::Settled(selected, disposition), 0, false);
     }
 
-    fn happen(&mut self, event: Event) {
+    fn apply(&mut self, event: Event) {
         match event {
             Event::Request { types, count } => {
                 self.requested += 1;
@@ -194,12 +194,12 @@ proptest! {
         let mut world = World::default();
         let ids = (0..cs).map(|number| format!("c-{number}")).chain((0..ms).map(|number| format!("m-{number}")));
         world.visible.extend(ids.map(|id| (id, Some(0))));
-        events.into_iter().for_each(|event| world.happen(event));
+        events.into_iter().for_each(|event| world.apply(event));
         for _ in 0..200 {
             while !world.handed_out.is_empty() {
                 world.settle(0, Disposition::Over);
             }
-            world.happen(Event::Tick { millis: 20, shown: 6, fails: false });
+            world.apply(Event::Tick { millis: 20, shown: 6, fails: false });
         }
         prop_assert!(world.requests.is_empty() && !world.ticks);
         prop_assert!(world.queue.handed_out.is_empty());

@@ -3,12 +3,12 @@
 use super::*;
 use crate::ec2::matching::{
     EMPTY_POLLS, SEEN_LIMIT,
-    tests::{NOW, needs, offer},
+    tests::{NOW, idle_message, needs},
 };
 
-/// A machine whose type is told by the first letter of its id.
+/// A machine whose type starts with the first letter of its id.
 pub(super) fn machine(id: &str) -> IdleMessage {
-    offer(id, "medium", &format!("{}6i.large", &id[..1]))
+    idle_message(id, "medium", &format!("{}6i.large", &id[..1]))
 }
 
 fn message(id: &str) -> Received {
@@ -211,7 +211,7 @@ fn free_machines_that_only_the_ledger_knows_come_before_new_ones() {
 }
 
 #[test]
-fn a_machine_in_the_hand_of_an_earlier_request_is_waited_for() {
+fn a_machine_handed_out_to_an_earlier_request_is_waited_for() {
     let mut table = vec![
         (0, request(1, "c*", 1), vec![GO_ON]),
         (0, Input::Tick, vec![Output::Receive(1)]),
@@ -234,7 +234,7 @@ fn a_machine_in_the_hand_of_an_earlier_request_is_waited_for() {
 }
 
 #[test]
-fn a_machine_in_the_hand_of_a_later_request_is_not_waited_for() {
+fn a_machine_handed_out_to_a_later_request_is_not_waited_for() {
     let poll = |outputs| [(0, Input::Tick, vec![Output::Receive(1)]), (0, received(&[]), outputs)];
     let mut table = vec![
         (0, request(1, "c*", 1), vec![GO_ON]),

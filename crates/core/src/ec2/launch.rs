@@ -1,4 +1,4 @@
-//! What is asked of EC2 for a pool and for a claim.
+//! Requests to EC2 for pools and claims.
 
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -20,11 +20,11 @@ pub struct TemplateRequest {
     /// In base64, as EC2 takes it.
     pub user_data: String,
     pub tags: Vec<(String, String)>,
-    /// Of all the above; it is the description of the template's version, so that drift shows.
+    /// Digest of all the above; stored as the description of the template's version to detect drift.
     pub digest: String,
 }
 
-/// What to write down before EC2 is asked.
+/// Input of a launch order, which is recorded before it is sent.
 #[derive(Debug)]
 pub struct Wanted<'a> {
     pub client_token: String,
@@ -95,7 +95,7 @@ fn bounded(parts: &[&str], max: usize) -> String {
     if whole.len() <= max {
         return whole;
     }
-    // Parts may contain dashes: the digest is taken over what cannot be mistaken for another split.
+    // Parts may contain dashes but no slashes, so that the digest differs for every split.
     let digest = &hex(&parts.join("/"))[..12];
     format!("{}-{digest}", &whole[..max - digest.len() - 1])
 }

@@ -1,14 +1,14 @@
-//! Why EC2 launched less than was ordered: what its codes mean, and the same in words.
+//! Why EC2 launched less than was ordered: the meaning of its codes, and messages for them.
 
 use std::collections::BTreeMap;
 
 use super::pool_status::PoolProblem;
 use crate::api::PoolReason;
 
-/// Types named for a zone; with requirements instead of types, EC2 tries dozens.
-const TYPES_NAMED: usize = 4;
+/// The most types listed for a zone; with requirements instead of types, EC2 tries dozens.
+const TYPES_LISTED_MAX: usize = 4;
 
-/// Why EC2 launched nothing, or less, of one type in one place.
+/// Why EC2 launched nothing, or less, of one type in one zone.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cause {
     pub code: String,
@@ -18,14 +18,14 @@ pub struct Cause {
     pub instance_type: String,
 }
 
-/// What a cause asks for.
+/// How a cause can be resolved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Time, or another place.
+    /// By a retry, later or in another zone.
     Capacity,
-    /// A permission.
+    /// By a permission.
     Denied,
-    /// Another spec.
+    /// By another spec.
     Spec,
 }
 
@@ -46,12 +46,12 @@ impl Cause {
         }
     }
 
-    pub(super) fn place(&self) -> &str {
+    pub(super) fn zone_or_subnet(&self) -> &str {
         if self.zone.is_empty() { &self.subnet } else { &self.zone }
     }
 }
 
-/// What to change, where EC2's code tells.
+/// What to change, if EC2's code implies it.
 pub fn hint(code: &str) -> &'static str {
     let about = [
         ("InvalidSubnet", "check spec.ec2.subnetIds"),
@@ -71,32 +71,32 @@ pub fn hint(code: &str) -> &'static str {
     about.iter().find(|(prefix, _)| code.starts_with(prefix)).map_or("", |(_, hint)| hint)
 }
 
-/// The causes for a person: `insufficient capacity in zones a (c7i.large), b (c7i.large)`, and what else there is.
+/// Describes the causes: `insufficient capacity in zones a (c7i.large), b (c7i.large)`, then the others.
 pub fn in_words(causes: &[Cause]) -> String {
     let mut empty: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     let mut others = Vec::new();
     for cause in causes {
         if cause.code == "InsufficientInstanceCapacity" {
-            let types = empty.entry(cause.place()).or_default();
+            let types = empty.entry(cause.zone_or_subnet()).or_default();
             types.extend(Some(cause.instance_type.as_str()).filter(|kind| !kind.is_empty() && !types.contains(kind)));
         } else {
             let (hint, Cause { code, message, .. }) = (hint(&cause.code), cause);
-            let words = format!("{code} in {}: {}", cause.place(), message.trim_end_matches('.'));
+            let words = format!("{code} in {}: {}", cause.zone_or_subnet(), message.trim_end_matches('.'));
             let words = if hint.is_empty() { words } else { format!("{words}; {hint}") };
             others.extend(Some(words.clone()).filter(|words| !others.contains(words)));
         }
     }
-    let zones: Vec<_> = empty.iter().map(|(zone, types)| place_in_words(zone, types)).collect();
+    let zones: Vec<_> = empty.iter().map(|(zone, types)| describe_zone(zone, types)).collect();
     let capacity = (!zones.is_empty()).then(|| format!("insufficient capacity in zones {}", zones.join(", ")));
     let words: Vec<_> = capacity.into_iter().chain(others).collect();
     if words.is_empty() { "it gives no reason".into() } else { words.join("; ") }
 }
 
-fn place_in_words(zone: &str, types: &[&str]) -> String {
-    let named = types.iter().take(TYPES_NAMED).copied().collect::<Vec<_>>().join(", ");
+fn describe_zone(zone: &str, types: &[&str]) -> String {
+    let named = types.iter().take(TYPES_LISTED_MAX).copied().collect::<Vec<_>>().join(", ");
     match types.len() {
         0 => zone.to_owned(),
-        more if more > TYPES_NAMED => format!("{zone} ({named} and {} more types)", more - TYPES_NAMED),
+        more if more > TYPES_LISTED_MAX => format!("{zone} ({named} and {} more types)", more - TYPES_LISTED_MAX),
         _ => format!("{zone} ({named})"),
     }
 }

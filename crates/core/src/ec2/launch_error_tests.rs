@@ -28,7 +28,7 @@ fn what_is_not_capacity_is_the_pools_problem_and_says_what_to_change() {
 }
 
 #[test]
-fn causes_are_told_by_zone_and_type() {
+fn causes_are_described_by_zone_and_type() {
     let types = ["a", "b", "c", "d", "e", "f"].map(|kind| out("a", kind));
     let limit = Cause { code: "VcpuLimitExceeded".into(), message: "Too many.".into(), ..out("b", "") };
     let causes = [&types[..], &[out("b", "c7i.large"), out("b", "c7i.large"), limit.clone(), limit]].concat();

@@ -1,4 +1,4 @@
-//! How an instance stands: what its record and its agent's words together mean.
+//! A machine's condition, from its record and its agent's report.
 
 use std::time::Duration;
 
@@ -10,35 +10,35 @@ use crate::api::{Ec2Pool, Ec2Timeouts, FailureReason};
 /// How far the clocks of operator and instance may differ.
 const CLOCK_SKEW: SignedDuration = SignedDuration::from_secs(5);
 
-/// What the agent of an instance has written.
+/// What the agent of a machine has written.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct AgentReport {
     pub heartbeat: Option<Heartbeat>,
     pub signal: Option<WorkerSignal>,
 }
 
-/// How long after a look the agent of an instance is looked at again, when somebody has waited for it so long, as for
-/// `awaited` in all: often at first, because a warm machine answers at once; for few as late as most of them have answered,
-/// because each look is a call of its own; less often again when there are many, because a look at all of them is work; and
-/// never so seldom that a ready runner is not seen within 250 ms.
-pub fn look_again(waited: Duration, awaited: usize) -> Duration {
-    let least = if awaited < FEW { 60 } else { 40 * (awaited as u64 / 500 + 1) };
+/// The interval until an agent's report is read again, after a wait of `waited` and with `awaited` reports pending.
+/// Short at first, because a warm machine answers at once; longer for few agents, where each read is a call of its own,
+/// and for very many. The maximum lets a ready runner be seen within 250 ms.
+pub fn report_poll_delay(waited: Duration, awaited: usize) -> Duration {
+    let least = if awaited < FEW_AWAITED { 60 } else { 40 * (awaited as u64 / 500 + 1) };
     (waited / 8).max(Duration::from_millis(least)).min(Duration::from_millis(150))
 }
 
-const FEW: usize = 10;
+/// Below this many pending reports, each read is a call of its own.
+const FEW_AWAITED: usize = 10;
 
-/// All that is known of one instance.
+/// A machine: its record and its agent's report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Machine {
     pub record: Instance,
     pub report: AgentReport,
-    /// When the report were read: what came later is not known.
+    /// When the report was read.
     pub read_at: Timestamp,
 }
 
 impl Machine {
-    /// Whether the next step hangs on what the agent writes, so that its records are worth reading often.
+    /// Whether the next action depends on the agent's report, so that it is read often.
     pub fn awaits_agent(&self) -> bool {
         match self.record.state {
             State::Created | State::Claimed => true,
@@ -51,12 +51,12 @@ impl Machine {
         self.record.threshold.is_some_and(|threshold| threshold <= now)
     }
 
-    /// Idle, and through with its last run: it can be claimed.
+    /// Idle, and deregistered from its last run.
     pub fn is_free(&self) -> bool {
         self.record.state == State::Idle && self.record.leaving.is_empty()
     }
 
-    /// Whether a claim can have it now: free, in its time, and with a key to seal a token to.
+    /// Whether a claim can take it now: free, not expired, and with a key to seal a token to.
     pub fn is_claimable(&self, now: Timestamp) -> bool {
         self.is_free() && !self.expired(now) && self.has_key()
     }
@@ -70,20 +70,20 @@ impl Machine {
         self.public_key().is_some()
     }
 
-    pub(super) fn said(&self, signal: Signal, run_id: &str) -> bool {
-        self.report.signal.as_ref().is_some_and(|said| said.signal == signal && said.run_id == run_id)
+    pub(super) fn signalled(&self, signal: Signal, run_id: &str) -> bool {
+        self.report.signal.as_ref().is_some_and(|last| last.signal == signal && last.run_id == run_id)
     }
 
-    /// Whether the agent has spoken since the record was last moved: a run can be started again under its old id, and
-    /// what was said for its first attempt says nothing of the second.
-    pub(super) fn said_since_moved(&self) -> bool {
-        let moved = self.record.updated_at - CLOCK_SKEW;
-        self.report.signal.as_ref().is_some_and(|said| said.updated_at >= moved)
+    /// Whether the signal is newer than the record's last transition: a re-run has the same id, and a signal of the
+    /// first attempt must not count for the second.
+    pub(super) fn signalled_since_transition(&self) -> bool {
+        let transition = self.record.updated_at - CLOCK_SKEW;
+        self.report.signal.as_ref().is_some_and(|signal| signal.updated_at >= transition)
     }
 
-    /// What failed, and why as far as its agent says: the machine's own log goes with it.
-    pub(super) fn told(&self, what: &str) -> String {
-        match self.report.signal.as_ref().map(|said| said.detail.as_str()) {
+    /// `what` with the detail that the agent reported; the machine's own log is lost with the machine.
+    pub(super) fn with_detail(&self, what: &str) -> String {
+        match self.report.signal.as_ref().map(|signal| signal.detail.as_str()) {
             None | Some("") => what.to_owned(),
             Some(detail) => format!("{what}: {detail}"),
         }
@@ -99,7 +99,7 @@ impl Machine {
         self.record.threshold.is_some_and(|threshold| threshold.duration_since(now) < half)
     }
 
-    /// The message that offers this instance to claims.
+    /// The message that the idle queue holds for this machine.
     pub fn idle_message(&self) -> IdleMessage {
         let record = &self.record;
         IdleMessage {
@@ -114,35 +114,38 @@ impl Machine {
     }
 }
 
-/// How an instance stands towards the claim that holds it.
+/// The state of a machine for the claim that holds it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MachineCheck {
-    /// Booting or registering, within its time.
+    /// Booting or registering, within its timeout.
     Waiting,
-    /// Its agent has a key by now, and waits for the token that lets it register.
+    /// Its agent has published its key and waits for the token to register with.
     NeedsToken,
     /// Registered for this run and alive.
     Confirmed,
-    /// In service.
+    /// Running.
     Working,
-    /// Will not come any more.
+    /// Will not become ready.
     Failed(FailureReason, String),
 }
 
-/// Judges an instance that a claim holds.
+/// Checks a machine that a claim holds.
 pub fn check(tracked: &Machine, timeouts: &Ec2Timeouts, now: Timestamp) -> MachineCheck {
     let record = &tracked.record;
     let limit = match record.state {
         State::Running => return MachineCheck::Working,
         State::Idle | State::Terminated => {
-            return MachineCheck::Failed(FailureReason::InstanceGone, "the instance ended or was given away".into());
+            return MachineCheck::Failed(
+                FailureReason::InstanceGone,
+                "the instance was terminated or returned to the pool".into(),
+            );
         }
         State::Created => timeouts.validation,
         State::Claimed => timeouts.registration,
     };
     let run = record.run_id.as_str();
     let late = now.duration_since(record.updated_at) > SignedDuration::from(limit);
-    if tracked.said(Signal::Registered, run) {
+    if tracked.signalled(Signal::Registered, run) {
         if tracked.heartbeat_is_fresh(timeouts, now) {
             return MachineCheck::Confirmed;
         }
@@ -152,21 +155,21 @@ pub fn check(tracked: &Machine, timeouts: &Ec2Timeouts, now: Timestamp) -> Machi
         }
         return MachineCheck::Waiting;
     }
-    if tracked.said(Signal::RegistrationFailed, run) {
-        let message = tracked.told("its agent could not register with GitHub");
+    if tracked.signalled(Signal::RegistrationFailed, run) {
+        let message = tracked.with_detail("its agent could not register with GitHub");
         return MachineCheck::Failed(FailureReason::RegistrationFailed, message);
     }
     if record.state == State::Created
         && tracked.report.signal.as_ref().is_some_and(|s| s.signal == Signal::ScriptFailed)
     {
-        let message = tracked.told("its pre-runner script failed");
+        let message = tracked.with_detail("its pre-runner script failed");
         return MachineCheck::Failed(FailureReason::PreRunnerFailed, message);
     }
     if late {
         return match record.state {
             State::Created => MachineCheck::Failed(
                 FailureReason::ValidationTimeout,
-                format!("it did not come up and register within {limit}"),
+                format!("it did not boot and register within {limit}"),
             ),
             State::Claimed | State::Running | State::Idle | State::Terminated => {
                 MachineCheck::Failed(FailureReason::RegistrationTimeout, format!("it did not register within {limit}"))

@@ -7,18 +7,18 @@ use paddock_record::{Discard, IdleMessage, State};
 
 use super::{machine::Machine, requirements::Requirements};
 
-/// A pool that shows one id this often has nothing else to show.
+/// A queue that returned one id this often counts as exhausted.
 pub const SEEN_LIMIT: u32 = 5;
-/// One empty short poll is no proof: SQS asks only some of its servers.
+/// This many empty polls in a row exhaust a queue. One is no proof: a short poll asks only some of SQS's servers.
 pub const EMPTY_POLLS: u32 = 3;
 
-/// What the ledger knows of a machine.
+/// Whether a machine can be claimed, according to the ledger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Availability {
     Free,
     /// It is idle but cannot be claimed yet: it still leaves its last run, or it is handed out.
     Busy,
-    /// Its record says that it is not idle.
+    /// Its record is not idle.
     Taken,
     /// There is no such machine in this pool.
     Foreign,
@@ -36,7 +36,7 @@ impl Availability {
     }
 }
 
-/// What becomes of one message.
+/// Decision about one message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Pickup {
     /// To the request with this index.
@@ -46,17 +46,17 @@ pub enum Pickup {
     Discard(Discard),
 }
 
-/// Matches a batch of messages against every waiting request before anything goes back: `open` is what each still
+/// Matches a batch of messages against every waiting request before anything is put back: `open` is what each still
 /// wants, first come first served.
 pub fn pick(
     bodies: &[String],
     open: &mut [(Requirements, u32)],
-    known: impl Fn(&IdleMessage) -> Availability,
+    availability: impl Fn(&IdleMessage) -> Availability,
     now: Timestamp,
 ) -> Vec<Pickup> {
     let decide = |body: &String| match IdleMessage::read(body, now) {
         Err(discard) => Pickup::Discard(discard),
-        Ok(machine) => match known(&machine) {
+        Ok(machine) => match availability(&machine) {
             Availability::Taken => Pickup::Discard(Discard::Taken),
             Availability::Foreign => Pickup::Discard(Discard::Foreign),
             Availability::Busy => Pickup::PutBack(machine),
@@ -85,7 +85,7 @@ pub struct Exhaustion {
 }
 
 impl Exhaustion {
-    /// Takes note of one poll: the ids that went back.
+    /// Records one poll: how many messages came, and the ids that were put back.
     pub fn note<'a>(&mut self, received: usize, put_back: impl IntoIterator<Item = &'a str>) {
         self.empty_polls = if received == 0 { self.empty_polls + 1 } else { 0 };
         for id in put_back {

@@ -5,7 +5,7 @@ use crate::api::UsageClass;
 
 pub(in crate::ec2) const NOW: Timestamp = Timestamp::UNIX_EPOCH;
 
-pub(in crate::ec2) fn offer(id: &str, class: &str, kind: &str) -> IdleMessage {
+pub(in crate::ec2) fn idle_message(id: &str, class: &str, kind: &str) -> IdleMessage {
     IdleMessage {
         instance_id: id.into(),
         usage_class: "on-demand".into(),
@@ -28,19 +28,19 @@ pub(in crate::ec2) fn needs(types: &str) -> Requirements {
 }
 
 #[test]
-fn a_batch_is_matched_against_all_who_wait_before_anything_goes_back() {
+fn a_batch_is_matched_against_all_requests_before_anything_is_put_back() {
     let bodies = [
-        offer("i-1", "medium", "m6i.large").write(),
+        idle_message("i-1", "medium", "m6i.large").write(),
         "garbage".into(),
-        offer("i-2", "medium", "c6i.large").write(),
-        offer("i-3", "medium", "c6i.large").write(),
+        idle_message("i-2", "medium", "c6i.large").write(),
+        idle_message("i-3", "medium", "c6i.large").write(),
     ];
     let mut open = [(needs("c*"), 1), (needs("m*"), 1)];
     let picks = pick(&bodies, &mut open, |_| Availability::Free, NOW);
-    assert!(matches!(&picks[0], Pickup::Take(1, offer) if offer.instance_id == "i-1"));
+    assert!(matches!(&picks[0], Pickup::Take(1, message) if message.instance_id == "i-1"));
     assert!(matches!(&picks[1], Pickup::Discard(Discard::Malformed(_))));
-    assert!(matches!(&picks[2], Pickup::Take(0, offer) if offer.instance_id == "i-2"));
-    assert!(matches!(&picks[3], Pickup::PutBack(offer) if offer.instance_id == "i-3"));
+    assert!(matches!(&picks[2], Pickup::Take(0, message) if message.instance_id == "i-2"));
+    assert!(matches!(&picks[3], Pickup::PutBack(message) if message.instance_id == "i-3"));
     assert_eq!(open.map(|(_, left)| left), [0, 0]);
 }
 
@@ -64,9 +64,9 @@ fn a_pool_is_exhausted_by_empty_polls_in_a_row_or_one_id_seen_too_often() {
 }
 
 #[test]
-fn a_message_of_a_machine_that_nobody_can_have_goes_and_one_that_is_busy_waits() {
-    let bodies = ["i-free", "i-busy", "i-taken", "i-foreign"].map(|id| offer(id, "medium", "c6i.large").write());
-    let known = |offer: &IdleMessage| match offer.instance_id.as_str() {
+fn a_message_of_an_unavailable_machine_is_discarded_and_one_that_is_busy_put_back() {
+    let bodies = ["i-free", "i-busy", "i-taken", "i-foreign"].map(|id| idle_message(id, "medium", "c6i.large").write());
+    let known = |message: &IdleMessage| match message.instance_id.as_str() {
         "i-free" => Availability::Free,
         "i-busy" => Availability::Busy,
         "i-taken" => Availability::Taken,
@@ -78,24 +78,24 @@ fn a_message_of_a_machine_that_nobody_can_have_goes_and_one_that_is_busy_waits()
     assert_eq!(picks[2..], [Pickup::Discard(Discard::Taken), Pickup::Discard(Discard::Foreign)]);
 }
 
-/// Offers that differ in all that a claim may ask for, some of them dead, some of machines that are not to be had.
-fn offers() -> impl Strategy<Value = Vec<(IdleMessage, Availability)>> {
+/// Messages that differ in all that a claim may ask for, some of them expired, some of unavailable machines.
+fn messages() -> impl Strategy<Value = Vec<(IdleMessage, Availability)>> {
     let known = prop_oneof![6 => Just(Availability::Free), 1 => Just(Availability::Busy), 1 => Just(Availability::Taken), 1 => Just(Availability::Foreign)];
     let parts = (any::<bool>(), 0..3usize, 1..4u32, 0..2usize, prop::bool::weighted(0.9), known);
-    let offer = |(spot, kind, cpu, class, alive, known): (bool, usize, u32, usize, bool, Availability)| {
+    let build = |(spot, kind, cpu, class, alive, known): (bool, usize, u32, usize, bool, Availability)| {
         let message = IdleMessage {
             usage_class: if spot { "spot" } else { "on-demand" }.into(),
             cpu,
             threshold: if alive { "2030-01-01T00:00:00Z" } else { "1969-12-31T00:00:00Z" }.into(),
-            ..offer("", ["medium", "large"][class], ["c6i.large", "c6g.large", "m6i.large"][kind])
+            ..idle_message("", ["medium", "large"][class], ["c6i.large", "c6g.large", "m6i.large"][kind])
         };
         (message, known)
     };
-    let numbered = |offers: Vec<(IdleMessage, Availability)>| {
-        let number = |(index, (offer, known))| (IdleMessage { instance_id: format!("i-{index}"), ..offer }, known);
-        offers.into_iter().enumerate().map(number).collect()
+    let numbered = |messages: Vec<(IdleMessage, Availability)>| {
+        let number = |(index, (message, known))| (IdleMessage { instance_id: format!("i-{index}"), ..message }, known);
+        messages.into_iter().enumerate().map(number).collect()
     };
-    prop::collection::vec(parts.prop_map(offer), 0..30).prop_map(numbered)
+    prop::collection::vec(parts.prop_map(build), 0..30).prop_map(numbered)
 }
 
 fn requests() -> impl Strategy<Value = Vec<(Requirements, u32)>> {
@@ -113,27 +113,29 @@ proptest! {
         prop_assert_eq!(pick(&bodies, &mut [(needs("*"), 3)], |_| Availability::Free, NOW).len(), bodies.len());
     }
 
-    /// Each message has one end; what is taken fits, in order of arrival, and nobody gets more than was asked for;
-    /// what goes back fits nobody who still waits; only the dead, the taken and the foreign are thrown away.
+    /// Each message has one decision. Those taken fit, in order of arrival, and no request gets more than it asked for.
+    /// Those put back fit no open request. Only expired, taken and foreign ones are discarded.
     #[test]
-    fn no_message_is_lost_and_first_come_is_first_served(offers in offers(), requests in requests()) {
-        let bodies: Vec<_> = offers.iter().map(|(offer, _)| offer.write()).collect();
-        let known = |offer: &IdleMessage| offers.iter().find(|(o, _)| o == offer).map_or(Availability::Foreign, |(_, k)| *k);
+    fn no_message_is_lost_and_first_come_is_first_served(messages in messages(), requests in requests()) {
+        let bodies: Vec<_> = messages.iter().map(|(message, _)| message.write()).collect();
+        let known = |message: &IdleMessage| {
+            messages.iter().find(|(other, _)| other == message).map_or(Availability::Foreign, |(_, known)| *known)
+        };
         let mut open = requests.clone();
         let picks = pick(&bodies, &mut open, known, NOW);
-        prop_assert_eq!(picks.len(), offers.len());
+        prop_assert_eq!(picks.len(), messages.len());
         let mut left: Vec<_> = requests.iter().map(|(_, count)| *count).collect();
-        for ((offer, known), pickup) in offers.iter().zip(&picks) {
-            let alive = offer.threshold.starts_with("2030");
-            let first = (0..requests.len()).find(|index| left[*index] > 0 && requests[*index].0.met_by(offer));
+        for ((message, known), pickup) in messages.iter().zip(&picks) {
+            let alive = message.threshold.starts_with("2030");
+            let first = (0..requests.len()).find(|index| left[*index] > 0 && requests[*index].0.met_by(message));
             match pickup {
                 Pickup::Take(index, taken) => {
-                    prop_assert!(alive && *known == Availability::Free && taken == offer);
+                    prop_assert!(alive && *known == Availability::Free && taken == message);
                     prop_assert_eq!(Some(*index), first);
                     left[*index] -= 1;
                 }
                 Pickup::PutBack(back) => {
-                    prop_assert!(alive && back == offer);
+                    prop_assert!(alive && back == message);
                     prop_assert!(*known == Availability::Busy || (*known == Availability::Free && first.is_none()));
                 }
                 Pickup::Discard(Discard::Expired) => prop_assert!(!alive),

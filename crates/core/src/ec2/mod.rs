@@ -1,4 +1,4 @@
-//! EC2 machines: claims, launches, the idle queue, and a machine's life.
+//! EC2 machines: claims, launches, the idle queue, and a machine's lifecycle.
 
 pub mod capacity_memory;
 pub mod claim;

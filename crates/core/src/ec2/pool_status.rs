@@ -66,14 +66,14 @@ mod tests {
     #[test]
     fn a_pool_is_ready_unless_it_has_a_problem() {
         let (pool, machines) = (ready_pool(), [machine("i-1", State::Idle, "", "")]);
-        let told = |problem| {
+        let condition_with = |problem| {
             let status = status(&pool, initial(&pool), &machines, problem, at(0));
             let ready = status.conditions.iter().find(|condition| condition.type_ == READY).unwrap();
             assert_eq!((status.kind, status.workers.idle), (Some(PoolKind::Ec2), 1));
             (ready.status.clone(), ready.reason.clone(), ready.message.clone())
         };
-        assert_eq!(told(None).0, "True");
-        let denied = told(Some((PoolReason::AwsDenied, "no".into())));
+        assert_eq!(condition_with(None).0, "True");
+        let denied = condition_with(Some((PoolReason::AwsDenied, "no".into())));
         assert_eq!(denied, ("False".into(), "AwsDenied".into(), "no".into()));
     }
 

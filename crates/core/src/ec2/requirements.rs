@@ -33,12 +33,12 @@ impl Requirements {
         })
     }
 
-    pub fn met_by(&self, offer: &IdleMessage) -> bool {
-        offer.usage_class == self.usage_class.as_str()
-            && offer.resource_class == self.resource_class
-            && offer.cpu >= self.cpu
-            && offer.mem >= self.memory_mib
-            && self.allowed_instance_types.iter().any(|pattern| glob(pattern, &offer.instance_type))
+    pub fn met_by(&self, message: &IdleMessage) -> bool {
+        message.usage_class == self.usage_class.as_str()
+            && message.resource_class == self.resource_class
+            && message.cpu >= self.cpu
+            && message.mem >= self.memory_mib
+            && self.allowed_instance_types.iter().any(|pattern| glob(pattern, &message.instance_type))
     }
 }
 
@@ -62,7 +62,7 @@ pub(super) fn glob(pattern: &str, text: &str) -> bool {
 mod tests {
     use super::*;
 
-    fn offer() -> IdleMessage {
+    fn message() -> IdleMessage {
         IdleMessage {
             instance_id: "i-1".into(),
             usage_class: "on-demand".into(),
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn every_need_is_checked() {
-        let good = offer();
+        let good = message();
         assert!(needs("c*").met_by(&good));
         assert!(!needs("m*").met_by(&good));
         assert!(!needs("c*").met_by(&IdleMessage { usage_class: "spot".into(), ..good.clone() }));

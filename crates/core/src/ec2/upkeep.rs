@@ -1,4 +1,4 @@
-//! What a pool does with machines that no claim moves: pool, renew and terminate them, and find those that are lost.
+//! Upkeep of machines outside of claims: pool, renew and terminate them, and find those that are lost.
 
 use std::time::Duration;
 
@@ -8,60 +8,65 @@ use paddock_record::{Instance, SCRUB, Signal, State};
 use super::machine::Machine;
 use crate::api::{Ec2Pool, FailureReason};
 
-/// How much longer a record stays whose runner may still be at GitHub.
+/// How much longer a record is kept while its runner may still be registered with GitHub.
 const RUNNER_LEFT_GRACE: Duration = Duration::from_hours(1);
 
-/// What the pool does with an instance that no claim moves.
+/// What the pool does with a machine outside of claims.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Upkeep {
     /// Nothing to do.
     Leave,
-    /// A machine kept warm has come up: into the pool with it.
+    /// A warm machine has booted: add it to the pool.
     Warm,
-    /// It has deregistered from its last run: offer it again.
-    Offer,
-    /// It is to be kept warm, and half of its idle time is over: begin that anew.
+    /// It has deregistered from its last run: send its message to the idle queue.
+    Pool,
+    /// It is kept warm, and half of its idle time has passed: restart that time.
     Renew,
-    /// Give it up.
+    /// Terminate it.
     End(FailureReason, String),
 }
 
-/// What is to be done with an instance; `keep` says that it is one of those that `minIdle` keeps warm.
+/// The upkeep of a machine; `keep` is set if it is one of those that `minIdle` keeps warm.
 pub fn upkeep(tracked: &Machine, pool: &Ec2Pool, keep: bool, now: Timestamp) -> Upkeep {
     let record = &tracked.record;
     if record.state != State::Terminated && tracked.expired(now) {
-        let message = format!("its time in state {} was up", record.state);
+        let message = format!("its time in state {} has expired", record.state);
         return Upkeep::End(FailureReason::ThresholdPassed, message);
     }
     match record.state {
         State::Created if record.run_id.is_empty() => {
             let limit = SignedDuration::from(pool.timeouts.validation);
-            match tracked.report.signal.as_ref().map(|said| said.signal) {
+            match tracked.report.signal.as_ref().map(|last| last.signal) {
                 // Without its key no token can be sealed to it, so no claim could take it.
                 Some(Signal::ScriptOk) if tracked.has_key() => Upkeep::Warm,
                 Some(Signal::ScriptFailed) => {
-                    Upkeep::End(FailureReason::PreRunnerFailed, tracked.told("its pre-runner script failed"))
+                    Upkeep::End(FailureReason::PreRunnerFailed, tracked.with_detail("its pre-runner script failed"))
                 }
                 _ if now.duration_since(record.updated_at) > limit => Upkeep::End(
                     FailureReason::ValidationTimeout,
-                    format!("it did not come up within {}", pool.timeouts.validation),
+                    format!("it did not boot within {}", pool.timeouts.validation),
                 ),
                 _ => Upkeep::Leave,
             }
         }
-        // A warm machine on its way, caught between its two moves.
+        // A warm machine between its two transitions.
         State::Running if record.run_id.is_empty() => Upkeep::Warm,
         State::Idle if !record.leaving.is_empty() => {
             let limit = SignedDuration::from(pool.timeouts.deregistration);
-            if tracked.said(Signal::Deregistered, &record.leaving) && tracked.said_since_moved() {
-                retirement(record, pool).unwrap_or(Upkeep::Offer)
-            } else if tracked.said(Signal::DeregistrationFailed, &record.leaving) && tracked.said_since_moved() {
-                // Either way nobody else may have it: what its last run left there is not known.
-                match tracked.report.signal.as_ref().is_some_and(|said| said.reason == SCRUB) {
-                    true => Upkeep::End(FailureReason::ScrubFailed, tracked.told("it is not clean for another claim")),
+            if tracked.signalled(Signal::Deregistered, &record.leaving) && tracked.signalled_since_transition() {
+                retirement(record, pool).unwrap_or(Upkeep::Pool)
+            } else if tracked.signalled(Signal::DeregistrationFailed, &record.leaving)
+                && tracked.signalled_since_transition()
+            {
+                // Either way it is not reused: what its last run left behind is unknown.
+                match tracked.report.signal.as_ref().is_some_and(|signal| signal.reason == SCRUB) {
+                    true => Upkeep::End(
+                        FailureReason::ScrubFailed,
+                        tracked.with_detail("it is not clean for another claim"),
+                    ),
                     false => Upkeep::End(
                         FailureReason::DeregistrationFailed,
-                        tracked.told("its agent could not deregister it from GitHub"),
+                        tracked.with_detail("its agent could not deregister it from GitHub"),
                     ),
                 }
             } else if now.duration_since(record.updated_at) > limit {
@@ -89,13 +94,13 @@ pub const ORPHAN_AGE: SignedDuration = SignedDuration::from_secs(60);
 pub struct Ec2State {
     /// It is terminated, or about to be.
     pub gone: bool,
-    /// EC2 took it back.
+    /// EC2 reclaimed the spot instance.
     pub reclaimed: bool,
 }
 
-/// Why a record has no machine any more, if so.
+/// Why the machine of a record is gone, if it is.
 pub fn lost(tracked: &Machine, seen: Option<Ec2State>, now: Timestamp) -> Option<(FailureReason, &'static str)> {
-    let young = now.duration_since(tracked.record.updated_at) < ORPHAN_AGE;
+    let is_new = now.duration_since(tracked.record.updated_at) < ORPHAN_AGE;
     match (tracked.record.state, seen) {
         (State::Terminated, _) => None,
         (_, Some(Ec2State { gone: false, .. })) => None,
@@ -105,20 +110,20 @@ pub fn lost(tracked: &Machine, seen: Option<Ec2State>, now: Timestamp) -> Option
         (_, Some(Ec2State { .. })) => {
             Some((FailureReason::InstanceGone, "the machine was terminated, and not by Paddock"))
         }
-        (_, None) if young => None,
+        (_, None) if is_new => None,
         (_, None) => Some((FailureReason::InstanceGone, "EC2 does not have the machine any more")),
     }
 }
 
-/// Whether the record of a machine that ended is removed. One whose runner may still be at GitHub stays longer, but not for
-/// ever: the App may have lost its rights.
+/// Whether the record of a terminated machine is deleted. It is kept longer while its runner may still be registered,
+/// but not for ever: the App may have lost its permissions.
 pub fn is_forgotten(record: &Instance, retention: Duration, now: Timestamp) -> bool {
     let grace = if record.leaving.is_empty() { Duration::ZERO } else { RUNNER_LEFT_GRACE };
     let age = Duration::try_from(now.duration_since(record.updated_at)).unwrap_or_default();
     record.state == State::Terminated && age > retention.saturating_add(grace)
 }
 
-/// The end of a machine that has served as many claims as it may.
+/// Terminates a machine that has served `reuse.maxClaims` claims.
 fn retirement(record: &Instance, pool: &Ec2Pool) -> Option<Upkeep> {
     let max = pool.reuse.max_claims.filter(|max| record.claims >= *max)?;
     let message = format!("it has served {} of at most {max} claims (reuse.maxClaims)", record.claims);

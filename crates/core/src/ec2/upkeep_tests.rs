@@ -30,21 +30,21 @@ fn a_machine_kept_warm_is_pooled_when_its_script_is_done_and_given_up_when_it_fa
     it.report.heartbeat = Some(Heartbeat { public_key: Some(KeyPair::generate().public()), ..beat(at(1)) });
     assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Warm);
     it.record.state = State::Running;
-    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Warm, "a crash between its two moves is finished");
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Warm, "a crash between its two transitions is repaired");
     it.record.state = State::Created;
     it.report.signal = Some(said(Signal::ScriptFailed, ""));
     assert!(matches!(upkeep(&it, &pool(), false, at(1)), Upkeep::End(FailureReason::PreRunnerFailed, _)));
 }
 
 #[test]
-fn a_released_instance_is_offered_only_after_it_deregistered_from_that_run() {
+fn a_released_instance_is_pooled_only_after_it_deregistered_from_that_run() {
     let mut it = tracked(leaving(RUN, record("i-1", State::Idle, "", at(0))));
     assert!(it.awaits_agent());
     assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave);
     it.report.signal = Some(said(Signal::Deregistered, "1111"));
     assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave, "that was an earlier run");
     it.report.signal = Some(said(Signal::Deregistered, RUN));
-    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Offer);
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Pool);
     it.report.signal = Some(said(Signal::DeregistrationFailed, RUN));
     assert!(matches!(upkeep(&it, &pool(), false, at(1)), Upkeep::End(FailureReason::DeregistrationFailed, _)));
     it.report.signal = None;
@@ -52,12 +52,12 @@ fn a_released_instance_is_offered_only_after_it_deregistered_from_that_run() {
 }
 
 #[test]
-fn what_was_said_before_the_release_does_not_count_for_it() {
+fn a_signal_from_before_the_release_does_not_count() {
     let mut it = tracked(leaving(RUN, record("i-1", State::Idle, "", at(60))));
     it.report.signal = Some(said(Signal::Deregistered, RUN));
     assert_eq!(upkeep(&it, &pool(), false, at(61)), Upkeep::Leave, "that was the run's first attempt");
     it.report.signal.as_mut().unwrap().updated_at = at(61);
-    assert_eq!(upkeep(&it, &pool(), false, at(61)), Upkeep::Offer);
+    assert_eq!(upkeep(&it, &pool(), false, at(61)), Upkeep::Pool);
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn a_machine_that_is_kept_warm_has_its_idle_time_renewed_and_others_have_not() {
 }
 
 #[test]
-fn a_machine_that_could_not_be_scrubbed_is_never_offered_and_says_why() {
+fn a_machine_that_could_not_be_scrubbed_is_never_pooled_and_reports_why() {
     let mut it = tracked(leaving(RUN, record("i-1", State::Idle, "", at(0))));
     let failure = said(Signal::DeregistrationFailed, RUN);
     it.report.signal =
@@ -105,7 +105,7 @@ fn a_machine_that_has_served_its_claims_ends_once_it_has_left_github() {
 }
 
 #[test]
-fn a_lost_machine_says_who_took_it_and_a_young_one_is_not_missed_yet() {
+fn a_lost_machine_has_its_reason_and_a_new_one_is_not_missed_yet() {
     use FailureReason::{InstanceGone, SpotReclaimed};
     let (alive, gone) = (Ec2State { gone: false, reclaimed: false }, Ec2State { gone: true, reclaimed: false });
     let reclaimed = Ec2State { gone: true, reclaimed: true };

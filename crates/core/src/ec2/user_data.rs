@@ -1,7 +1,7 @@
 //! The boot script of an EC2 instance: fetches the agent, checks it, and starts it.
 //!
-//! What a pool says is data. It reaches the instance as base64, whose alphabet means nothing to a shell, and is decoded
-//! into a file or a quoted variable there.
+//! The values of a pool are untrusted data. They are embedded as base64, which a shell does not interpret, and decoded
+//! into a file or a quoted variable.
 
 use std::io::Write;
 
@@ -10,14 +10,14 @@ use flate2::{Compression, write::GzEncoder};
 use paddock_record::AgentConfig;
 
 /// EC2 refuses user data above this size, counted before it is base64-encoded for the API.
-pub const LIMIT: usize = 16 * 1024;
+pub const USER_DATA_MAX: usize = 16 * 1024;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UserDataError {
     #[error(
-        "the instance's user data would be {size} bytes, {} over EC2's limit of {LIMIT}: shorten preRunnerScript \
-         (or reuse.scrubScript), for example by letting it fetch what it runs",
-        size - LIMIT
+        "the instance's user data would be {size} bytes, {} over EC2's limit of {USER_DATA_MAX}: shorten \
+         preRunnerScript (or reuse.scrubScript), for example by letting it fetch what it runs",
+        size - USER_DATA_MAX
     )]
     TooLong { size: usize },
     #[error("agent.url must be an http or https address without spaces or control characters, not {0:?}")]
@@ -31,12 +31,12 @@ pub enum UserDataError {
 pub fn user_data(config: &AgentConfig, agent_url: &str, agent_sha256: &str) -> Result<String, UserDataError> {
     let script = format!("{}{FETCH}{START}", decode(config, agent_url, agent_sha256)?);
     match script.len() {
-        size if size > LIMIT => Err(UserDataError::TooLong { size }),
+        size if size > USER_DATA_MAX => Err(UserDataError::TooLong { size }),
         _ => Ok(script),
     }
 }
 
-/// The first part of the script: everything the pool says, put where the rest expects it.
+/// The first part of the script: writes the values of the pool where the rest expects them.
 fn decode(config: &AgentConfig, url: &str, sha256: &str) -> Result<String, UserDataError> {
     let plain = |c: char| !c.is_control() && !c.is_whitespace();
     if !(url.starts_with("https://") || url.starts_with("http://")) || !url.chars().all(plain) {
@@ -70,8 +70,8 @@ sha256="$(base64 -d <<<'@SHA256@')"
 base64 -d <<<'@CONFIG@' | gzip -d >"$state/config.json"
 "#;
 
-/// A machine image may bring the agent along; what counts is its checksum. An instance that cannot get its agent is of
-/// no use to anyone, so it ends itself instead of waiting to be found.
+/// A machine image may include the agent; only its checksum counts. An instance that cannot get its agent is useless,
+/// so it shuts itself down.
 const FETCH: &str = r#"
 say() { echo "paddock: $*" | tee -a "$log" >&2; }
 give_up() { say "$*: shutting down"; shutdown -h now; exit 1; }
@@ -137,7 +137,7 @@ mod tests {
         child.wait_with_output().unwrap()
     }
 
-    /// A root whose `shutdown` only leaves a note.
+    /// A root whose `shutdown` only writes a file.
     fn machine() -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir(root.path().join("bin")).unwrap();
@@ -193,7 +193,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(40))]
 
         #[test]
-        fn whatever_a_pool_says_arrives_as_it_was_and_is_never_run(
+        fn the_values_of_a_pool_arrive_unchanged_and_are_never_run(
             texts in proptest::collection::vec(hostile(), 7),
             tail in "[!-~]{0,40}",
             numbers in any::<[u64; 3]>(),
@@ -258,11 +258,13 @@ mod tests {
         // Random letters, because repeated ones compress to nothing.
         let letters = |n: usize| (0..n).map(|i| hex(&i.to_le_bytes())[..2].to_owned()).collect::<String>();
         let url = "https://example.com/agent";
-        assert!(user_data(&config(&letters(8_000)), url, SHA256).is_ok_and(|script| script.len() <= LIMIT));
+        assert!(user_data(&config(&letters(8_000)), url, SHA256).is_ok_and(|script| script.len() <= USER_DATA_MAX));
         let error = user_data(&config(&letters(20_000)), url, SHA256).unwrap_err();
         let UserDataError::TooLong { size } = error else { panic!("{error}") };
         assert!(
-            error.to_string().contains(&format!("{} over EC2's limit of 16384: shorten preRunnerScript", size - LIMIT)),
+            error
+                .to_string()
+                .contains(&format!("{} over EC2's limit of 16384: shorten preRunnerScript", size - USER_DATA_MAX)),
             "{error}"
         );
     }

@@ -7,7 +7,7 @@ use paddock_record::State;
 use super::{machine::Machine, requirements::Requirements};
 use crate::api::Ec2Pool;
 
-/// What warm machines are like: the pool's defaults.
+/// Requirements of warm machines: the pool's defaults.
 pub fn requirements(pool: &Ec2Pool) -> Option<Requirements> {
     let class = pool.default_resource_class()?;
     Some(Requirements {
@@ -34,7 +34,7 @@ pub fn missing(machines: &[Machine], pool: &Ec2Pool) -> u32 {
     pool.min_idle.saturating_sub(machines.iter().filter(counts).count() as u32)
 }
 
-/// The idle machines that are kept warm: those that have the longest to live anyway.
+/// The idle machines that are kept warm: those that expire last.
 pub fn kept<'a>(machines: &'a [Machine], pool: &Ec2Pool) -> HashSet<&'a str> {
     let idle = |machine: &&Machine| machine.record.state == State::Idle && is_default(machine, pool);
     let mut idle: Vec<_> = machines.iter().filter(idle).collect();
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_live_longest_are_kept() {
+    fn those_that_expire_last_are_kept() {
         let pool = Ec2Pool { min_idle: 1, ..pool() };
         let machines = [machine("i-1", State::Idle, "", 5), machine("i-2", State::Idle, "", 9)];
         assert_eq!(kept(&machines, &pool), HashSet::from(["i-2"]));

@@ -86,19 +86,19 @@ pub fn status(tracked: &Machine, pool: &Ec2Pool, old: Option<&WorkerStatus>) -> 
     status
 }
 
-/// A time as Kubernetes keeps it: a finer one would differ from itself once it is read back.
+/// Truncated to seconds, as Kubernetes stores times, so that it equals what is read back.
 fn seconds(time: Timestamp) -> Time {
     Time(Timestamp::from_second(time.as_second()).unwrap_or(time))
 }
 
-/// Why the instance was given up, as its record tells.
+/// Why the machine was terminated, from its record.
 fn failure(record: &Instance) -> Option<Failure> {
     let reason: FailureReason = serde_json::from_value(record.failure_reason.clone().into()).ok()?;
     let message = record.failure_message.clone();
     Some(Failure { reason, message, containers: Vec::new(), events: Vec::new(), log_tail: None })
 }
 
-/// Whether the agent is alive and since when; a beat alone changes nothing, so a settled system writes nothing.
+/// Whether the agent is alive and since when; a beat alone changes nothing, so that it causes no write.
 fn heartbeat(tracked: &Machine, pool: &Ec2Pool, old: Option<&WorkerStatus>) -> Option<Heartbeat> {
     let beat = tracked.report.heartbeat.as_ref()?;
     let fresh = tracked.heartbeat_is_fresh(&pool.timeouts, tracked.read_at);

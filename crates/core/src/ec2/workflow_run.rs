@@ -1,4 +1,4 @@
-//! Whether the workflow run of a claim is over: as a webhook told, or as GitHub answers when it is asked.
+//! Whether the workflow run of a claim is completed, according to a webhook or to GitHub's answer.
 
 use jiff::{SignedDuration, Timestamp};
 
@@ -7,10 +7,10 @@ use crate::{
     demand::job_facts::JobFacts,
 };
 
-/// How often in a row a run that GitHub once showed must be missing before it counts as over: deleted, not just unlucky.
-const MISSING: u32 = 3;
+/// How many 404s in a row mean that a run which GitHub once showed was deleted, and so counts as completed.
+const MISSING_ANSWERS_MIN: u32 = 3;
 
-/// What GitHub says of a run.
+/// GitHub's answer about a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
     Active,
@@ -19,7 +19,7 @@ pub enum Answer {
     Missing,
 }
 
-/// What asking about a run has brought so far.
+/// The answers about a run so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Asked {
     pub at: Option<Timestamp>,
@@ -29,7 +29,7 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// Notes an answer; `None` is none that tells anything, such as an outage.
+    /// Records an answer; `None` is an inconclusive one, such as an outage.
     pub fn note(&mut self, answer: Option<Answer>, now: Timestamp) {
         self.at = Some(now);
         match answer {
@@ -40,9 +40,9 @@ impl Asked {
         }
     }
 
-    /// A run that was never seen may be hidden for want of a permission, which ends no claim.
+    /// A run that was never seen may be hidden by a missing permission, which ends no claim.
     pub const fn is_over(&self) -> bool {
-        self.completed || self.seen && self.missing >= MISSING
+        self.completed || self.seen && self.missing >= MISSING_ANSWERS_MIN
     }
 
     /// Whether to ask again; a claim that became Ready just now has jobs to run.
@@ -51,8 +51,8 @@ impl Asked {
     }
 }
 
-/// The repository and number of the run to ask about, and since when the claim is Ready; none where there is nothing to
-/// ask, or no way to.
+/// The repository and id of the run to ask about, and since when the claim is Ready; none if there is nothing to ask,
+/// or no way to.
 pub fn to_ask(claim: &RunnerClaim, pool: &Ec2Pool) -> Option<(String, i64, Timestamp)> {
     let status = claim.status.as_ref()?;
     if status.phase != Some(ClaimPhase::Ready)
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn the_repository_is_the_claims_or_the_pools_and_without_one_nobody_is_asked() {
+    fn the_repository_is_the_claims_or_the_pools_and_without_one_github_is_not_asked() {
         let claim = |run: &str, repository: Option<&str>| -> RunnerClaim {
             let mut claim = RunnerClaim::new(
                 "build",
@@ -131,9 +131,9 @@ mod tests {
         assert_eq!(to_ask(&claim("42", None), &repo), ask("acme/rocket"));
         assert_eq!(to_ask(&claim("42", None), &org), None);
         assert_eq!(to_ask(&claim("nightly", Some("acme/site")), &org), None, "that is no run of GitHub's");
-        let mut told = claim("42", Some("acme/site"));
-        told.metadata.annotations = Some([(ANNOTATION_RUN_STATE.to_owned(), "completed".to_owned())].into());
-        assert_eq!(to_ask(&told, &org), None);
+        let mut marked = claim("42", Some("acme/site"));
+        marked.metadata.annotations = Some([(ANNOTATION_RUN_STATE.to_owned(), "completed".to_owned())].into());
+        assert_eq!(to_ask(&marked, &org), None);
         let mut waiting = claim("42", Some("acme/site"));
         waiting.status.as_mut().unwrap().phase = Some(ClaimPhase::Validating);
         assert_eq!(to_ask(&waiting, &org), None);

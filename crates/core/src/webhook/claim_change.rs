@@ -1,5 +1,5 @@
-//! The change of a claim that follows from an event: a job becomes a claim, what is told of it later becomes part of that
-//! claim, and the end of a workflow run releases the machines that were claimed for it.
+//! The change of a claim that follows from an event: a job creates a claim, later events of the job annotate it, and
+//! the end of a workflow run releases the machines that were claimed for it.
 
 use std::sync::Arc;
 
@@ -12,15 +12,15 @@ use crate::{
     demand::{job_facts::JobFacts, pool_selection},
 };
 
-/// What to do about a job's event.
+/// The change that follows from an event.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ClaimChange {
-    /// Make this claim. Its name follows from the job: whoever else makes it makes the same one, and the API server
-    /// lets only one through.
-    Make(Box<RunnerClaim>),
-    /// Let the claim say all this, unless it has changed meanwhile.
-    Note(JobFacts),
-    /// Nothing.
+    /// Create this claim. Its name is derived from the job, so every replica creates the same object, and the API
+    /// server accepts only one.
+    Create(Box<RunnerClaim>),
+    /// Write these facts to the claim's annotations, unless it has changed meanwhile.
+    Annotate(JobFacts),
+    /// No change.
     Leave(WebhookOutcome),
 }
 
@@ -29,30 +29,30 @@ pub fn claim_name(job: i64) -> String {
     format!("job-{job}")
 }
 
-/// What to do about the event, with the job's claim if there is one. A claim is made whatever the event is: one that
-/// tells that the job is over keeps an event that comes late from asking for a runner.
+/// `known` is the job's claim, if there is one. Any event creates a claim: that of a completed job keeps a late
+/// `queued` event from requesting a runner.
 pub fn decide(event: &JobEvent, known: Option<&RunnerClaim>, pools: &[Arc<RunnerPool>]) -> ClaimChange {
     match known {
         Some(claim) if claim.spec.job.as_ref().map(|job| job.id) != Some(event.job.id) => {
             ClaimChange::Leave(WebhookOutcome::Ignored(Ignored::NameTaken))
         }
         Some(claim) => {
-            let said = JobFacts::of(claim);
-            let all = said.clone().and(event.heard.clone());
-            if all == said { ClaimChange::Leave(WebhookOutcome::Known) } else { ClaimChange::Note(all) }
+            let current = JobFacts::of(claim);
+            let merged = current.clone().and(event.facts.clone());
+            if merged == current { ClaimChange::Leave(WebhookOutcome::Known) } else { ClaimChange::Annotate(merged) }
         }
         None => {
             let (owner, repository) = (&event.repository.owner.login, &event.repository.name);
             match pool_selection::home(&event.labels, owner, repository, pools.iter().map(Arc::as_ref)) {
-                Some(pool) => ClaimChange::Make(Box::new(claim(event, pool))),
+                Some(pool) => ClaimChange::Create(Box::new(claim(event, pool))),
                 None => ClaimChange::Leave(WebhookOutcome::Ignored(Ignored::NoPool)),
             }
         }
     }
 }
 
-/// The claim names no pool: as long as it waits, it may be served by another pool of the namespace that comes to serve
-/// its labels. It has its finalizer from the start, which is one write less on the way to a pod.
+/// The claim names no pool: while it waits, another pool of the namespace may start to serve its labels. It is created
+/// with its finalizer, which saves a write before the pod.
 fn claim(event: &JobEvent, pool: &RunnerPool) -> RunnerClaim {
     let spec = RunnerClaimSpec {
         pool: None,
@@ -75,13 +75,13 @@ fn claim(event: &JobEvent, pool: &RunnerPool) -> RunnerClaim {
     let mut claim = RunnerClaim::new(&claim_name(event.job.id), spec);
     claim.metadata.namespace = pool.metadata.namespace.clone();
     claim.metadata.labels = entity.map(|entity| [(LABEL_ENTITY.to_owned(), entity)].into());
-    claim.metadata.annotations = Some(event.heard.annotations());
+    claim.metadata.annotations = Some(event.facts.annotations());
     claim.metadata.finalizers = Some(vec![FINALIZER.to_owned()]);
     claim
 }
 
-/// Claims on EC2 pools that were made for the run. One that was made after the run had ended is for a later attempt of
-/// it, which has the same number.
+/// Claims on EC2 pools that were created for the run. One that was created after the run ended is for a re-run, which
+/// has the same id.
 pub fn ended_by<'a>(
     event: &RunEvent,
     claims: impl IntoIterator<Item = &'a Arc<RunnerClaim>>,
@@ -100,14 +100,14 @@ pub fn ended_by<'a>(
     claims.into_iter().filter(concerns).collect()
 }
 
-/// Lets a claim say that its run is over.
+/// Records in the claim's annotations that its run is completed.
 pub fn mark_over(claim: Option<&RunnerClaim>) -> ClaimChange {
-    // One that was deleted meanwhile has been released.
+    // A claim that was deleted meanwhile is released already.
     let Some(claim) = claim else { return ClaimChange::Leave(WebhookOutcome::Known) };
-    let said = JobFacts::of(claim);
-    match said.run_completed {
+    let current = JobFacts::of(claim);
+    match current.run_completed {
         true => ClaimChange::Leave(WebhookOutcome::Known),
-        false => ClaimChange::Note(JobFacts { run_completed: true, ..said }),
+        false => ClaimChange::Annotate(JobFacts { run_completed: true, ..current }),
     }
 }
 

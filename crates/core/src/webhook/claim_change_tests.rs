@@ -18,7 +18,7 @@ fn pools(labels: &[&str]) -> Vec<Arc<RunnerPool>> {
     vec![Arc::new(with(&board_pool("boards"), json!({"spec": {"board": {"labels": [labels]}}})))]
 }
 
-/// A job as GitHub tells of it; the runner is null until one has it.
+/// A job's event as GitHub sends it; the runner is null until one has the job.
 fn body(action: &str) -> Value {
     let runner = matches!(action, "in_progress" | "completed");
     json!({
@@ -50,8 +50,8 @@ fn changed(mut body: Value, pointer: &str, value: Value) -> Value {
 
 fn made(body: &Value, pools: &[Arc<RunnerPool>]) -> RunnerClaim {
     match decide(&job(body).unwrap(), None, pools) {
-        ClaimChange::Make(claim) => *claim,
-        step => panic!("no claim is made, but {step:?}"),
+        ClaimChange::Create(claim) => *claim,
+        change => panic!("no claim is created, but {change:?}"),
     }
 }
 
@@ -79,9 +79,9 @@ fn a_queued_job_becomes_a_claim_with_all_that_is_known_of_it() {
 }
 
 #[test]
-fn nothing_is_done_about_a_job_that_waits_that_nobody_serves_or_whose_name_is_taken() {
-    let nobody = decide(&job(&body("queued")).unwrap(), None, &pools(&["rv", "big"]));
-    assert_eq!(nobody, ClaimChange::Leave(WebhookOutcome::Ignored(Ignored::NoPool)));
+fn a_job_that_waits_or_has_no_pool_or_whose_name_is_taken_is_ignored() {
+    let unserved = decide(&job(&body("queued")).unwrap(), None, &pools(&["rv", "big"]));
+    assert_eq!(unserved, ClaimChange::Leave(WebhookOutcome::Ignored(Ignored::NoPool)));
     assert_eq!(job(&body("waiting")), Err(WebhookOutcome::Ignored(Ignored::Waiting)));
     assert_eq!(job(&body("requested")), Err(WebhookOutcome::Ignored(Ignored::OtherAction)));
     let other = claim("job-77", 0);
@@ -89,14 +89,14 @@ fn nothing_is_done_about_a_job_that_waits_that_nobody_serves_or_whose_name_is_ta
     assert_eq!(taken, ClaimChange::Leave(WebhookOutcome::Ignored(Ignored::NameTaken)));
 }
 
-/// The API server and a replica's cache of it, which may be behind.
+/// The API server, and a replica's cache, which may be stale.
 #[derive(Default)]
 struct Server {
     versions: Vec<RunnerClaim>,
 }
 
 impl Server {
-    /// Takes an event in as a replica would that has seen the versions up to `seen`.
+    /// Handles an event like a replica whose cache has the versions up to `seen`.
     fn take(&mut self, event: &JobEvent, seen: usize, pools: &[Arc<RunnerPool>]) {
         let mut known = seen.checked_sub(1).map(|last| self.versions[last].clone());
         loop {
@@ -105,12 +105,12 @@ impl Server {
                     assert_eq!(outcome, WebhookOutcome::Known);
                     return;
                 }
-                ClaimChange::Make(claim) => *claim,
-                ClaimChange::Note(heard) => {
-                    with(known.as_ref().unwrap(), json!({"metadata": {"annotations": heard.annotations()}}))
+                ClaimChange::Create(claim) => *claim,
+                ClaimChange::Annotate(facts) => {
+                    with(known.as_ref().unwrap(), json!({"metadata": {"annotations": facts.annotations()}}))
                 }
             };
-            // Both a creation and a version that is named are refused when somebody else was faster.
+            // A create, or an update of an old version, is refused when another replica was faster.
             if known.as_ref() == self.versions.last() {
                 self.versions.push(next);
                 return;
@@ -121,8 +121,8 @@ impl Server {
 }
 
 proptest! {
-    /// I6, I9: whatever the order and repetition of a job's webhooks, and however far behind the replicas are that hear
-    /// them, what the claim says in the end is the same, and on the way there it only moves forward.
+    /// I6, I9: whatever the order and repetition of a job's webhooks, and however stale the replicas' caches, the claim
+    /// ends with the same annotations, and they only move forward.
     #[test]
     fn i6_i9_webhooks_in_any_order_and_repetition_end_the_same(
         order in Just(vec!["queued", "waiting", "in_progress", "completed"]).prop_shuffle(),
@@ -160,10 +160,10 @@ proptest! {
 }
 
 proptest! {
-    // A megabyte takes its time.
+    // Inputs of a megabyte are slow.
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Anything that people can write into a workflow is data, cut to what the API takes.
+    /// Text from a workflow is data, cut to what the API accepts.
     #[test]
     fn i9_hostile_text_is_data_within_the_limits(name in hostile(), url in hostile(), runner in hostile(), label in hostile()) {
         let mut body = body("completed");
@@ -175,13 +175,13 @@ proptest! {
         let kept = job.name.as_ref().unwrap();
         prop_assert!(kept.chars().count() <= 1024);
         prop_assert!(kept == &name || kept.ends_with('…') && name.starts_with(kept.trim_end_matches('…')));
-        prop_assert!(job.url.is_none(), "no such text is an address");
-        let heard = JobFacts::of(&claim);
-        prop_assert_eq!(heard.runner.is_some(), !runner.is_empty());
-        prop_assert!(heard.runner.is_none_or(|runner| runner.name.chars().count() <= 256));
+        prop_assert!(job.url.is_none(), "no such text is a URL");
+        let facts = JobFacts::of(&claim);
+        prop_assert_eq!(facts.runner.is_some(), !runner.is_empty());
+        prop_assert!(facts.runner.is_none_or(|runner| runner.name.chars().count() <= 256));
         body["workflow_job"]["labels"] = json!([label, "rv"]);
-        let step = decide(&super::tests::job(&body).unwrap(), None, &pools(&["rv"]));
-        prop_assert_eq!(step, ClaimChange::Leave(WebhookOutcome::Ignored(Ignored::NoPool)));
+        let change = decide(&super::tests::job(&body).unwrap(), None, &pools(&["rv"]));
+        prop_assert_eq!(change, ClaimChange::Leave(WebhookOutcome::Ignored(Ignored::NoPool)));
     }
 
     #[test]
@@ -190,8 +190,11 @@ proptest! {
     ) {
         let body = changed(body(action), pointer, value);
         if let Ok(event) = job(&body) {
-            let step = decide(&event, None, &pools(&["rv"]));
-            prop_assert!(matches!(step, ClaimChange::Make(_) | ClaimChange::Leave(WebhookOutcome::Ignored(Ignored::NoPool))));
+            let change = decide(&event, None, &pools(&["rv"]));
+            prop_assert!(matches!(
+                change,
+                ClaimChange::Create(_) | ClaimChange::Leave(WebhookOutcome::Ignored(Ignored::NoPool))
+            ));
         }
     }
 }
@@ -270,7 +273,7 @@ fn i9_each_fault_is_refused_in_its_own_words() {
 }
 
 #[test]
-fn labels_count_once_whatever_their_case_and_a_thousand_are_nobodys() {
+fn labels_count_once_whatever_their_case_and_a_thousand_match_no_pool() {
     let twice = changed(body("queued"), "/workflow_job/labels", json!(["rv", "Big", "RV", "big"]));
     assert_eq!(made(&twice, &pools(&["big", "rv"])).spec.labels.unwrap(), ["rv", "Big"]);
     let many: Vec<_> = (0..1000).map(|number| format!("l{number}")).collect();
@@ -296,13 +299,13 @@ fn githubs_own_examples_are_understood() {
                 let named = format!("{}/{}", repository["owner"]["login"], repository["name"]).replace('"', "");
                 assert_eq!(claim.spec.repository, Some(named));
                 assert_eq!(claim.spec.installation_id, example["installation"]["id"].as_i64());
-                let heard = JobFacts::of(&claim);
-                let runner = heard.runner.as_ref().and_then(|runner| runner.id);
-                if heard.job > Some(JobStage::Queued) {
+                let facts = JobFacts::of(&claim);
+                let runner = facts.runner.as_ref().and_then(|runner| runner.id);
+                if facts.job > Some(JobStage::Queued) {
                     assert_eq!(runner, example["workflow_job"]["runner_id"].as_i64());
                 }
                 personal += usize::from(example["repository"]["owner"]["type"] == "User");
-                stages.push(heard.job.unwrap().as_str());
+                stages.push(facts.job.unwrap().as_str());
             }
             Err(outcome) => {
                 assert_eq!(outcome, WebhookOutcome::Ignored(Ignored::Waiting));
@@ -324,11 +327,11 @@ fn githubs_own_examples_are_understood() {
 }
 
 #[test]
-fn a_claim_is_marked_once_and_what_it_said_stays() {
-    let told = with(&claim("c", 0), json!({"metadata": {"annotations": {"paddock.dev/job-state": "queued"}}}));
-    let ClaimChange::Note(heard) = mark_over(Some(&told)) else { panic!("the claim does not say it yet") };
-    let marked = with(&told, json!({"metadata": {"annotations": heard.annotations()}}));
-    assert_eq!(JobFacts::of(&marked), JobFacts { run_completed: true, ..JobFacts::of(&told) });
+fn a_claim_is_marked_once_and_keeps_its_other_facts() {
+    let queued = with(&claim("c", 0), json!({"metadata": {"annotations": {"paddock.dev/job-state": "queued"}}}));
+    let ClaimChange::Annotate(facts) = mark_over(Some(&queued)) else { panic!("the claim is not marked yet") };
+    let marked = with(&queued, json!({"metadata": {"annotations": facts.annotations()}}));
+    assert_eq!(JobFacts::of(&marked), JobFacts { run_completed: true, ..JobFacts::of(&queued) });
     assert_eq!(mark_over(Some(&marked)), ClaimChange::Leave(WebhookOutcome::Known));
     assert_eq!(mark_over(None), ClaimChange::Leave(WebhookOutcome::Known));
 }
@@ -353,14 +356,14 @@ fn only_open_ec2_claims_of_that_run_and_attempt_are_concerned() {
     };
     for (claim, concerned, why) in [
         (on(0, json!({})), true, "no repository is named"),
-        (on(60, json!({"spec": {"repository": "acme/Rocket"}})), true, "names have no case"),
+        (on(60, json!({"spec": {"repository": "acme/Rocket"}})), true, "names are compared without case"),
         (on(0, json!({"spec": {"repository": "acme/other"}})), false, "another repository"),
         (on(0, json!({"spec": {"runId": "2"}})), false, "another run"),
         (on(61, json!({})), false, "a later attempt"),
         (on(0, json!({"spec": {"pool": "board"}})), false, "its job's own webhooks end it"),
-        (on(0, json!({"spec": {"pool": "gone"}})), false, "nobody knows what it is"),
-        (on(0, json!({"status": {"phase": "Failed"}})), false, "over"),
-        (on(0, json!({"metadata": {"deletionTimestamp": "2025-01-01T00:00:00Z"}})), false, "going"),
+        (on(0, json!({"spec": {"pool": "gone"}})), false, "its pool does not exist"),
+        (on(0, json!({"status": {"phase": "Failed"}})), false, "finished"),
+        (on(0, json!({"metadata": {"deletionTimestamp": "2025-01-01T00:00:00Z"}})), false, "being deleted"),
     ] {
         assert_eq!(ended_by(&event, [&claim], &pools).len() == 1, concerned, "{why}");
     }

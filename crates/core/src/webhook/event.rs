@@ -1,5 +1,5 @@
-//! What a webhook says, and what becomes of it. It has been signed by GitHub when it comes here, but what people put
-//! into their workflows is in it all the same: names and labels are data.
+//! Parses and validates webhook bodies. Their signature is already verified, but names and labels come from workflow
+//! authors: they are untrusted data.
 
 use jiff::Timestamp;
 use serde::{Deserialize, de::DeserializeOwned};
@@ -10,36 +10,36 @@ use crate::{
     demand::job_facts::{JobFacts, JobStage},
 };
 
-/// The longest name of a job, and the longest address, that a claim takes.
+/// The longest job name and the longest URL that a claim accepts.
 const JOB_NAME_MAX: usize = 1024;
 const URL_MAX: usize = 2048;
 
-/// An event that Paddock does something about.
+/// An event that Paddock handles.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     Job(Box<JobEvent>),
     Run(RunEvent),
 }
 
-/// A job was queued, taken or ended.
+/// A job was queued, started or completed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobEvent {
     pub job: Job,
     pub run_id: i64,
-    /// As the workflow has them, each once.
+    /// As in the workflow, without duplicates.
     pub labels: Vec<String>,
     pub repository: Repository,
     pub installation_id: Option<i64>,
-    /// How far the job is, and who has it.
-    pub heard: JobFacts,
+    /// Progress of the job, and its runner.
+    pub facts: JobFacts,
 }
 
-/// A workflow run is over.
+/// A workflow run is completed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RunEvent {
     pub id: i64,
     pub repository: Repository,
-    /// When it ended: a run that is started anew has the same number and ends later.
+    /// When it ended: a re-run has the same id and ends later.
     pub ended_at: Timestamp,
 }
 
@@ -56,16 +56,16 @@ impl Repository {
     }
 }
 
-/// Whether anything is done about such events; the others need not even be read.
+/// Whether Paddock handles such events; others are not parsed.
 pub fn is_used(event: &str, action: Option<&str>) -> bool {
     match event {
         "workflow_job" => action.is_none_or(|action| JobStage::parse(action).is_some()),
-        "workflow_run" => action.is_none_or(|action| action == RUN_OVER),
+        "workflow_run" => action.is_none_or(|action| action == RUN_COMPLETED),
         _ => false,
     }
 }
 
-const RUN_OVER: &str = "completed";
+const RUN_COMPLETED: &str = "completed";
 
 /// Reads the body of an event.
 pub fn read(event: &str, body: &[u8]) -> Result<Event, WebhookOutcome> {
@@ -77,7 +77,7 @@ pub fn read(event: &str, body: &[u8]) -> Result<Event, WebhookOutcome> {
     }
 }
 
-/// JSON that is nested too deeply is refused by the parser itself.
+/// The parser itself refuses JSON that is nested too deeply.
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, WebhookOutcome> {
     serde_json::from_slice(body).map_err(|error| WebhookOutcome::Malformed(head(&error.to_string(), 200)))
 }
@@ -137,13 +137,13 @@ struct Installation {
 impl JobBody {
     fn event(self) -> Result<Event, WebhookOutcome> {
         let stage = match self.action.as_str() {
-            // It makes no demand before somebody approves it, and is `queued` then.
+            // It needs no runner until it is approved, and is `queued` then.
             "waiting" => return Err(WebhookOutcome::Ignored(Ignored::Waiting)),
             action => JobStage::parse(action).ok_or(WebhookOutcome::Ignored(Ignored::OtherAction))?,
         };
         let job = self.workflow_job;
         let runner = match (stage, job.runner_name) {
-            // What is queued has no runner yet, whatever the payload says.
+            // A queued job has no runner yet, whatever the payload contains.
             (JobStage::Queued, _) | (_, None) => None,
             (JobStage::InProgress | JobStage::Completed, Some(name)) => {
                 let id = job.runner_id.filter(|id| *id > 0);
@@ -156,7 +156,7 @@ impl JobBody {
             if !labels.iter().any(|known| known.to_lowercase() == lower) {
                 labels.push(label);
             }
-            // No pool has sets of more than 16.
+            // No pool has label sets of more than 16.
             if labels.len() > 16 {
                 break;
             }
@@ -166,7 +166,7 @@ impl JobBody {
             labels,
             repository: self.repository.checked()?,
             installation_id: self.installation.map(|it| number("installation.id", it.id)).transpose()?,
-            heard: JobFacts { job: Some(stage), runner, run_completed: false },
+            facts: JobFacts { job: Some(stage), runner, run_completed: false },
             job: Job {
                 id: number("workflow_job.id", job.id)?,
                 url: job.html_url.filter(|url| is_http_url(url)),
@@ -178,7 +178,7 @@ impl JobBody {
 
 impl RunBody {
     fn event(self) -> Result<Event, WebhookOutcome> {
-        if self.action != RUN_OVER {
+        if self.action != RUN_COMPLETED {
             return Err(WebhookOutcome::Ignored(Ignored::OtherAction));
         }
         let id = number("workflow_run.id", self.workflow_run.id)?;
@@ -213,9 +213,9 @@ fn number(field: &str, value: i64) -> Result<i64, WebhookOutcome> {
     }
 }
 
-/// Whether the claim's schema takes it: characters of RFC 3986 alone.
+/// Whether the claim's schema accepts it: RFC 3986 characters only.
 fn is_http_url(text: &str) -> bool {
     let rest = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
-    let known = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~:/?#[]@!$&'()*+,;=%".contains(&byte);
-    text.len() <= URL_MAX && rest.is_some_and(|rest| !rest.is_empty() && rest.bytes().all(known))
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~:/?#[]@!$&'()*+,;=%".contains(&byte);
+    text.len() <= URL_MAX && rest.is_some_and(|rest| !rest.is_empty() && rest.bytes().all(allowed))
 }

@@ -1,23 +1,23 @@
-//! What became of a webhook.
+//! Outcomes of a webhook.
 
-/// What became of an event that was read.
+/// Outcome of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WebhookOutcome {
-    /// A claim was made.
+    /// This claim was created.
     Made(String),
-    /// What it tells was written to this many claims.
+    /// Its facts were written to this many claims.
     Noted(usize),
-    /// The claims already say all that it tells.
+    /// The claims already have its facts.
     Known,
-    /// There is nothing to do about it.
+    /// It requires no action.
     Ignored(Ignored),
     /// It is not what GitHub sends.
     Malformed(String),
-    /// The API server did not take it. GitHub's log says that the delivery failed, and it is read again from there.
+    /// The API server did not accept the change. GitHub logs a failed delivery, and redelivery reads it from there.
     Unavailable(String),
 }
 
-/// Why nothing is done about an event that is as it should be.
+/// Why a valid event is ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ignored {
     Ping,
@@ -30,15 +30,15 @@ pub enum Ignored {
 }
 
 impl Ignored {
-    /// For a person who looks at the delivery.
+    /// The answer that GitHub shows with the delivery.
     pub const fn message(self) -> &'static str {
         match self {
             Self::Ping => "pong",
             Self::OtherEvent => "ignored: only workflow_job and workflow_run are used",
             Self::OtherAction => "ignored: nothing is done about this action",
-            Self::Waiting => "ignored: the job waits for approval and is told of again when it is queued",
+            Self::Waiting => "ignored: the job waits for approval; GitHub sends another event when it is queued",
             Self::NoPool => "ignored: no board pool serves exactly these labels for this repository",
-            Self::NameTaken => "ignored: somebody made a claim of this name for something else",
+            Self::NameTaken => "ignored: a claim of this name exists for something else",
             Self::NoClaim => "ignored: no claim on an EC2 pool was made for this run",
         }
     }
@@ -57,7 +57,7 @@ impl Ignored {
 }
 
 impl WebhookOutcome {
-    /// Two words for metrics, from a fixed vocabulary: how it went, and why.
+    /// Metric labels from a fixed set: result and reason.
     pub const fn words(&self) -> (&'static str, &'static str) {
         match self {
             Self::Made(_) => ("accepted", "claim_made"),
@@ -69,7 +69,7 @@ impl WebhookOutcome {
         }
     }
 
-    /// Whether trying again may go better.
+    /// Whether a retry cannot change the outcome.
     pub const fn is_final(&self) -> bool {
         match self {
             Self::Made(_) | Self::Noted(_) | Self::Known | Self::Ignored(_) | Self::Malformed(_) => true,

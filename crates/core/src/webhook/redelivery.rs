@@ -1,4 +1,4 @@
-//! Webhooks that GitHub could not deliver: what of an App's delivery log is yet to be taken in.
+//! Webhooks that GitHub could not deliver: which entries of an App's delivery log are still to be processed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,12 +7,12 @@ use serde::Deserialize;
 
 use super::event;
 
-/// How far back a log is read at first. GitHub gives up a job that nobody took for a day, so that what is older asks
-/// for nothing any more.
-const LOOK_BACK: SignedDuration = SignedDuration::from_hours(24);
-/// How far each reading goes back beyond the one before: a delivery is in the log some time after it was begun, and GitHub
-/// waits 10 s for an answer.
-const OVERLAP: SignedDuration = SignedDuration::from_mins(2);
+/// How far back a log is read at first. GitHub cancels a job that no runner took for a day, so older events need no
+/// runner.
+const LOG_LOOKBACK: SignedDuration = SignedDuration::from_hours(24);
+/// How far each read overlaps the one before: a delivery appears in the log some time after it began, and GitHub waits
+/// 10 s for an answer.
+const LOG_OVERLAP: SignedDuration = SignedDuration::from_mins(2);
 
 /// An entry of the log.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
@@ -28,7 +28,7 @@ pub struct Delivery {
 }
 
 impl Delivery {
-    /// Whether somebody took it in: only what is safe in the API server is answered so.
+    /// Whether it was accepted, which is answered only once its change is stored in the API server.
     fn arrived(&self) -> bool {
         (200..300).contains(&self.status_code)
     }
@@ -39,7 +39,7 @@ impl Delivery {
     }
 }
 
-/// Whether the App's webhooks are refused for their signature, as the newest of them shows.
+/// Whether the App's webhooks are refused for their signature, judged by the newest one.
 pub fn is_not_trusted(log: &[Delivery]) -> bool {
     log.iter().find(|one| one.arrived() || one.failed()).is_some_and(|newest| newest.status_code == 401)
 }
@@ -48,19 +48,19 @@ pub fn is_not_trusted(log: &[Delivery]) -> bool {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reading {
     since: Timestamp,
-    /// Events that failed and have been taken in, and when they were sent.
+    /// Failed deliveries that were processed, and when they were sent.
     taken: BTreeMap<String, Timestamp>,
 }
 
 impl Reading {
-    /// `retention` is how long the claims of finished jobs are kept: what is older than that must not be read, because
-    /// nobody would know any more that the job is over.
+    /// `retention` is how long the claims of finished jobs are kept. Older entries must not be read: without its claim
+    /// a finished job looks like a new one.
     pub fn new(now: Timestamp, retention: SignedDuration) -> Self {
-        let since = now.saturating_sub(LOOK_BACK.min(retention)).unwrap_or(Timestamp::MIN);
+        let since = now.saturating_sub(LOG_LOOKBACK.min(retention)).unwrap_or(Timestamp::MIN);
         Self { since, taken: BTreeMap::new() }
     }
 
-    /// Whether older pages than this one are of interest. The log begins with the newest.
+    /// Whether older pages than this one have to be read. The log starts with the newest entry.
     pub fn goes_on_after(&self, page: &[Delivery]) -> bool {
         page.last().is_some_and(|oldest| oldest.delivered_at >= self.since)
     }
@@ -84,14 +84,14 @@ impl Reading {
         lost
     }
 
-    /// An event has been taken in, and is not taken in again.
+    /// Marks an event as processed.
     pub fn took(&mut self, delivery: &Delivery) {
         self.taken.insert(delivery.guid.clone(), delivery.delivered_at);
     }
 
-    /// A reading that began at `began` has ended; `left` are events that are still to be taken in.
+    /// Completes a read that began at `began`; `left` are events that are still to be processed.
     pub fn ended<'a>(&mut self, began: Timestamp, left: impl IntoIterator<Item = &'a Delivery>) {
-        let recent = began.saturating_sub(OVERLAP).unwrap_or(Timestamp::MIN);
+        let recent = began.saturating_sub(LOG_OVERLAP).unwrap_or(Timestamp::MIN);
         let oldest = left.into_iter().map(|delivery| delivery.delivered_at).min();
         self.since = self.since.max(oldest.map_or(recent, |oldest| oldest.min(recent)));
         self.taken.retain(|_, sent| *sent >= self.since);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn events_that_nobody_uses_are_not_fetched() {
+    fn unused_events_are_not_fetched() {
         let with = |event: &str, action: &str| Delivery {
             event: event.into(),
             action: Some(action.into()),
@@ -191,7 +191,7 @@ mod tests {
         reading.took(&stuck);
         reading.ended(at(60), []);
         assert!(reading.goes_on_after(&page(-60)) && !reading.goes_on_after(&page(-61)));
-        assert_eq!(ids(&reading, &[done, stuck]), [0; 0], "older than what is looked at");
+        assert_eq!(ids(&reading, &[done, stuck]), [0; 0], "older than the read window");
         assert!(reading.taken.is_empty(), "nothing is remembered for ever");
     }
 

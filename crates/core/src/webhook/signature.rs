@@ -1,11 +1,11 @@
-//! Whether a webhook comes from GitHub: an HMAC over the exact bytes of its body, with a secret that both know.
+//! Verifies that a webhook comes from GitHub: an HMAC over the exact bytes of its body, with a shared secret.
 
 use std::fmt;
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-/// The secrets that webhooks may be signed with, ready for use. They are never shown.
+/// The secrets that webhooks may be signed with. They are never printed.
 #[derive(Clone)]
 pub struct Keys(Vec<Hmac<Sha256>>);
 
@@ -15,7 +15,7 @@ impl fmt::Debug for Keys {
     }
 }
 
-/// What is wrong with a signature. Nothing here tells what would have been right.
+/// Why a signature is refused. Reveals nothing about the valid one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadSignature {
     #[error("X-Hub-Signature-256 is missing: give the webhook a secret at GitHub")]
@@ -29,8 +29,8 @@ pub enum BadSignature {
 }
 
 impl Keys {
-    /// One secret a line; blank lines and the white space around a secret do not count. Nothing for a text without any:
-    /// an empty secret would let everybody in.
+    /// One secret per line; blank lines and surrounding white space are ignored. None for a text without secrets: an
+    /// empty one would accept every webhook.
     pub fn parse(text: &str) -> Option<Self> {
         let keys: Vec<_> = text
             .lines()
@@ -48,7 +48,7 @@ impl Keys {
     }
 }
 
-/// The signature in a header's value, before anything is done with the body.
+/// The signature in the header, parsed before the body is read.
 pub fn claimed(sha256: Option<&[u8]>, sha1: Option<&[u8]>) -> Result<[u8; 32], BadSignature> {
     let header = match (sha256, sha1) {
         (Some(header), _) => header,

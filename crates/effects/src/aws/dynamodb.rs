@@ -1,4 +1,4 @@
-//! The table of instances: the one arbiter of who owns what.
+//! The DynamoDB table: the source of truth for who owns an instance.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -19,14 +19,14 @@ use super::{AwsError, word};
 
 type Item = HashMap<String, AttributeValue>;
 
-/// What `BatchGetItem` takes.
+/// The limit of `BatchGetItem`.
 const KEYS_PER_READ: usize = 100;
-/// DynamoDB takes 100, but all of them lose with one that loses.
+/// DynamoDB allows 100, but one failed condition cancels the whole transaction.
 pub const MOVES_PER_WRITE: usize = 25;
-/// How often a call that met another write is sent again, and how much longer each time it waits: a write takes
-/// milliseconds.
-const CONFLICTS: u32 = 4;
-const CONFLICT_PAUSE: Duration = Duration::from_millis(20);
+/// Retries of a transaction that conflicts with another write, and the increment of the delay between them. A write
+/// takes milliseconds.
+const CONFLICT_RETRIES: u32 = 4;
+const CONFLICT_BACKOFF: Duration = Duration::from_millis(20);
 
 #[derive(Clone)]
 pub struct Records {
@@ -34,18 +34,18 @@ pub struct Records {
     table: String,
 }
 
-/// How a conditional write ended. Losing is a normal outcome, and tells what is there instead.
+/// The result of a conditional write. `Lost` is a normal outcome and has the stored record.
 #[derive(Debug, Clone, PartialEq)]
 pub enum WriteOutcome {
     Won(Instance),
     Lost(Option<Instance>),
 }
 
-/// A look at what an agent has written.
+/// Which records of an agent to read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Look {
+pub struct ReportQuery {
     pub id: String,
-    /// Whether its heartbeat is wanted, too.
+    /// Whether to read the heartbeat in addition to the signal.
     pub heartbeat: bool,
 }
 
@@ -54,7 +54,7 @@ impl Records {
         Self { client, table }
     }
 
-    /// Creates the table unless it is there; true once it can be used.
+    /// Creates the table if it does not exist; true once it is active.
     pub async fn ensure_table(&self) -> Result<bool, AwsError> {
         let described =
             self.client.describe_table().table_name(&self.table).send().await.map_err(word("DescribeTable"));
@@ -81,8 +81,8 @@ impl Records {
         }
     }
 
-    /// Stores up to [`MOVES_PER_WRITE`] transitions in one call, each under its own condition. DynamoDB stores all of
-    /// them or none, so those that lost are left out and the others sent again.
+    /// Stores up to [`MOVES_PER_WRITE`] transitions in one transaction, each under its own condition. DynamoDB stores
+    /// all or none, so after a failed condition the others are sent again without it.
     pub async fn apply(&self, transitions: &[Transition]) -> Result<Vec<WriteOutcome>, AwsError> {
         let mut outcomes: Vec<Option<WriteOutcome>> = vec![None; transitions.len()];
         let mut conflicts = 0;
@@ -94,7 +94,7 @@ impl Records {
                 }
                 return Ok(outcomes.into_iter().flatten().collect());
             }
-            let writes = open.iter().map(|index| self.part(&transitions[*index]));
+            let writes = open.iter().map(|index| self.transact_item(&transitions[*index]));
             let answer = self.client.transact_write_items().set_transact_items(Some(writes.collect())).send().await;
             let error = match answer {
                 Ok(_) => {
@@ -112,16 +112,16 @@ impl Records {
             let lost = |reason: &CancellationReason| reason.code() == Some("ConditionalCheckFailed");
             let reasons = cancelled.cancellation_reasons();
             if !reasons.iter().any(lost) {
-                // Another write to one of them is on its way.
+                // Conflict with a concurrent write.
                 conflicts += 1;
-                if conflicts > CONFLICTS {
+                if conflicts > CONFLICT_RETRIES {
                     return Err(word("TransactWriteItems")(error));
                 }
-                tokio::time::sleep(CONFLICT_PAUSE * conflicts).await;
+                tokio::time::sleep(CONFLICT_BACKOFF * conflicts).await;
                 continue;
             }
             for (index, reason) in open.into_iter().zip(reasons).filter(|(_, reason)| lost(reason)) {
-                outcomes[index] = Some(failure(reason.item(), &transitions[index]));
+                outcomes[index] = Some(condition_failed(reason.item(), &transitions[index]));
             }
         }
     }
@@ -141,19 +141,19 @@ impl Records {
             .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld);
         match update.send().await {
             Ok(answer) => {
-                let stored = answer.attributes.as_ref().and_then(readable);
+                let stored = answer.attributes.as_ref().and_then(parse_instance);
                 Ok(WriteOutcome::Won(stored.unwrap_or_else(|| transition.next().clone())))
             }
             Err(error) => match error.as_service_error() {
                 Some(UpdateItemError::ConditionalCheckFailedException(failed)) => {
-                    Ok(failure(failed.item(), transition))
+                    Ok(condition_failed(failed.item(), transition))
                 }
                 _ => Err(word("UpdateItem")(error)),
             },
         }
     }
 
-    fn part(&self, transition: &Transition) -> TransactWriteItem {
+    fn transact_item(&self, transition: &Transition) -> TransactWriteItem {
         let write = transition.expression(Timestamp::now());
         let update = Update::builder()
             .table_name(&self.table)
@@ -166,27 +166,27 @@ impl Records {
         TransactWriteItem::builder().update(update.build().expect("table, key and expression are set")).build()
     }
 
-    /// Every instance of the cluster. A record that cannot be read is logged and left out, never fatal.
+    /// Every instance of the cluster. A record that cannot be parsed is logged and skipped.
     pub async fn instances(&self) -> Result<Vec<Instance>, AwsError> {
-        Ok(self.query(entity::INSTANCE).await?.iter().filter_map(readable).collect())
+        Ok(self.query(entity::INSTANCE).await?.iter().filter_map(parse_instance).collect())
     }
 
-    /// What every agent has written.
+    /// The reports of all agents.
     pub async fn all_reports(&self) -> Result<HashMap<String, AgentReport>, AwsError> {
         let (heartbeats, signals) = tokio::try_join!(self.query(entity::HEARTBEAT), self.query(entity::SIGNAL))?;
-        Ok(gather(heartbeats.into_iter().chain(signals)))
+        Ok(group_by_instance(heartbeats.into_iter().chain(signals)))
     }
 
-    /// What the agents of these instances have written: the signal, and the heartbeat of those that it is asked of.
-    pub async fn report(&self, looks: &[Look]) -> Result<HashMap<String, AgentReport>, AwsError> {
-        let signals = looks.iter().map(|look| key(entity::SIGNAL, &look.id));
-        let beats = looks.iter().filter(|look| look.heartbeat).map(|look| key(entity::HEARTBEAT, &look.id));
-        let keys: Vec<_> = signals.chain(beats).collect();
-        let items = futures::future::try_join_all(keys.chunks(KEYS_PER_READ).map(|keys| self.batch(keys))).await?;
-        Ok(gather(items.into_iter().flatten()))
+    /// The reports of the agents in `queries`.
+    pub async fn report(&self, queries: &[ReportQuery]) -> Result<HashMap<String, AgentReport>, AwsError> {
+        let signals = queries.iter().map(|query| key(entity::SIGNAL, &query.id));
+        let heartbeats = queries.iter().filter(|query| query.heartbeat).map(|query| key(entity::HEARTBEAT, &query.id));
+        let keys: Vec<_> = signals.chain(heartbeats).collect();
+        let items = futures::future::try_join_all(keys.chunks(KEYS_PER_READ).map(|keys| self.batch_get(keys))).await?;
+        Ok(group_by_instance(items.into_iter().flatten()))
     }
 
-    /// Removes what the agent of an ended instance has written.
+    /// Deletes the report of a terminated instance's agent.
     pub async fn forget_report(&self, id: &str) -> Result<(), AwsError> {
         for entity in [entity::HEARTBEAT, entity::SIGNAL] {
             self.delete(entity, id).await?;
@@ -194,7 +194,7 @@ impl Records {
         Ok(())
     }
 
-    /// Removes the record of an ended instance.
+    /// Deletes the record of a terminated instance.
     pub async fn forget(&self, id: &str) -> Result<(), AwsError> {
         self.delete(entity::INSTANCE, id).await
     }
@@ -204,7 +204,7 @@ impl Records {
         delete.send().await.map_err(word("DeleteItem")).map(drop)
     }
 
-    /// All records of an entity, page after page: one page holds about 4,500.
+    /// All records of an entity. A page has about 4,500.
     async fn query(&self, entity: &str) -> Result<Vec<Item>, AwsError> {
         let mut items = Vec::new();
         let mut from = None;
@@ -226,7 +226,7 @@ impl Records {
         }
     }
 
-    async fn batch(&self, keys: &[Item]) -> Result<Vec<Item>, AwsError> {
+    async fn batch_get(&self, keys: &[Item]) -> Result<Vec<Item>, AwsError> {
         let mut wanted = KeysAndAttributes::builder().set_keys(Some(keys.to_vec())).consistent_read(true).build().ok();
         let mut items = Vec::new();
         while let Some(keys) = wanted.take() {
@@ -239,37 +239,38 @@ impl Records {
     }
 }
 
-/// What a failed condition means: a write that is retried fails because its first try won and only the answer was lost.
-fn failure(stored: Option<&Item>, transition: &Transition) -> WriteOutcome {
-    let stored = stored.and_then(readable);
+/// The outcome of a failed condition. A retried write counts as won if its first attempt succeeded and only the
+/// response was lost.
+fn condition_failed(stored: Option<&Item>, transition: &Transition) -> WriteOutcome {
+    let stored = stored.and_then(parse_instance);
     match stored.as_ref().is_some_and(|stored| transition.is_stored(stored)) {
         true => WriteOutcome::Won(transition.next().clone()),
         false => WriteOutcome::Lost(stored),
     }
 }
 
-fn readable(item: &Item) -> Option<Instance> {
-    Instance::from_item(item).inspect_err(|error| tracing::error!(%error, "a record cannot be read")).ok()
+fn parse_instance(item: &Item) -> Option<Instance> {
+    Instance::from_item(item).inspect_err(|error| tracing::error!(%error, "instance record unreadable")).ok()
 }
 
-fn gather(items: impl Iterator<Item = Item>) -> HashMap<String, AgentReport> {
-    let mut report: HashMap<String, AgentReport> = HashMap::new();
+fn group_by_instance(items: impl Iterator<Item = Item>) -> HashMap<String, AgentReport> {
+    let mut reports: HashMap<String, AgentReport> = HashMap::new();
     for item in items {
-        let heartbeat = item.get(a::PK).and_then(|pk| pk.as_s().ok()).is_some_and(|pk| pk == "TYPE#Heartbeat");
-        let read = if heartbeat {
+        let is_heartbeat = item.get(a::PK).and_then(|pk| pk.as_s().ok()).is_some_and(|pk| pk == "TYPE#Heartbeat");
+        let parsed = if is_heartbeat {
             Heartbeat::from_item(&item).map(|beat| {
                 let id = beat.instance_id.clone();
-                report.entry(id).or_default().heartbeat = Some(beat);
+                reports.entry(id).or_default().heartbeat = Some(beat);
             })
         } else {
             WorkerSignal::from_item(&item).map(|signal| {
                 let id = signal.instance_id.clone();
-                report.entry(id).or_default().signal = Some(signal);
+                reports.entry(id).or_default().signal = Some(signal);
             })
         };
-        if let Err(error) = read {
-            tracing::warn!(%error, "an agent's record cannot be read");
+        if let Err(error) = parsed {
+            tracing::warn!(%error, "agent record unreadable");
         }
     }
-    report
+    reports
 }

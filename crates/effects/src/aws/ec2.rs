@@ -1,4 +1,4 @@
-//! EC2: launch templates, fleets, and the end of instances.
+//! EC2: launch templates, fleets and termination.
 
 use aws_sdk_ec2::{
     Client,
@@ -18,9 +18,9 @@ use paddock_core::{
     names::PoolKey,
 };
 
-use super::{AwsError, plain, word};
+use super::{AwsError, without_encoded_details, word};
 
-/// How EC2 says that it took a spot instance back.
+/// The state reason of a spot instance that EC2 reclaimed.
 const SPOT_RECLAIMED: &str = "Server.SpotInstanceTermination";
 
 #[derive(Clone)]
@@ -28,7 +28,7 @@ pub struct Machines {
     client: Client,
 }
 
-/// One instance that a fleet brought up.
+/// An instance that a fleet launched.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launched {
     pub id: String,
@@ -37,12 +37,12 @@ pub struct Launched {
     pub usage_class: UsageClass,
 }
 
-/// Instances and causes may come in one answer: a fleet can be fulfilled in part.
+/// The result of a fleet request. It may contain both instances and causes, because a fleet can be fulfilled partially.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FleetOutcome {
     pub fleet_id: String,
     pub launched: Vec<Launched>,
-    /// Why the rest is missing, by zone and type.
+    /// Why the remaining instances were not launched, by zone and type.
     pub causes: Vec<Cause>,
 }
 
@@ -51,7 +51,7 @@ pub struct FleetOutcome {
 pub struct Described {
     pub id: String,
     pub gone: bool,
-    /// EC2 took the spot instance back.
+    /// EC2 reclaimed the spot instance.
     pub reclaimed: bool,
     pub launched_at: Option<jiff::Timestamp>,
     pub instance_type: String,
@@ -64,7 +64,7 @@ impl Machines {
         Self { client }
     }
 
-    /// Makes the newest version of the template say what `wanted` says; writes only when it does not yet.
+    /// Creates a template version unless the latest one has the digest of `wanted`.
     pub async fn ensure_template(&self, wanted: &TemplateRequest) -> Result<LaunchTemplate, AwsError> {
         let latest = self
             .client
@@ -81,22 +81,22 @@ impl Machines {
             }
             Err(error) => return Err(error),
         };
-        let there = versions.first().map(|version| LaunchTemplate {
+        let existing = versions.first().map(|version| LaunchTemplate {
             id: version.launch_template_id.clone().unwrap_or_default(),
             version: version.version_number.unwrap_or_default(),
             digest: version.version_description.clone(),
         });
-        match there {
-            Some(there) if there.digest.as_deref() == Some(&wanted.digest) => Ok(there),
-            Some(there) => {
-                let create = self.client.create_launch_template_version().launch_template_id(&there.id);
+        match existing {
+            Some(existing) if existing.digest.as_deref() == Some(&wanted.digest) => Ok(existing),
+            Some(existing) => {
+                let create = self.client.create_launch_template_version().launch_template_id(&existing.id);
                 let create = create.version_description(&wanted.digest).launch_template_data(template_data(wanted));
                 let answer = create.send().await.map_err(word("CreateLaunchTemplateVersion"))?;
                 let version = answer.launch_template_version.and_then(|version| version.version_number);
                 Ok(LaunchTemplate {
-                    version: version.unwrap_or(there.version + 1),
+                    version: version.unwrap_or(existing.version + 1),
                     digest: Some(wanted.digest.clone()),
-                    ..there
+                    ..existing
                 })
             }
             None => {
@@ -124,7 +124,7 @@ impl Machines {
         }
     }
 
-    /// Whether EC2 has what a pool names: else the error says what it does not know.
+    /// Checks that the subnets, image and security groups of a pool exist.
     pub async fn check(&self, pool: &Ec2Pool) -> Result<(), AwsError> {
         let subnets = self.client.describe_subnets().set_subnet_ids(Some(pool.subnet_ids.clone())).send();
         let images = self.client.describe_images().image_ids(&pool.ami_id).send();
@@ -135,7 +135,7 @@ impl Machines {
         let images = images.map_err(word("DescribeImages"))?.images.unwrap_or_default();
         groups.map_err(word("DescribeSecurityGroups"))?;
         if images.is_empty() {
-            // EC2 does not list what is not shared with the account.
+            // EC2 does not list images that are not shared with the account.
             let (call, code) = ("DescribeImages", "InvalidAMIID.NotFound".to_owned());
             let message = format!("the image {} is not there, or not for this account", pool.ami_id);
             return Err(AwsError::Refused { call, code, message });
@@ -143,11 +143,11 @@ impl Machines {
         Ok(())
     }
 
-    /// Asks for a fleet. The same client token brings the same instances again, so a lost answer loses nothing.
+    /// Requests a fleet. The client token makes the call idempotent, so it can be repeated after a lost response.
     pub async fn create_fleet(
         &self,
         order: &LaunchOrder,
-        marks: &[(String, String)],
+        instance_tags: &[(String, String)],
     ) -> Result<FleetOutcome, AwsError> {
         let count = i32::try_from(order.requested).unwrap_or(i32::MAX);
         let requirements = InstanceRequirementsRequest::builder()
@@ -193,7 +193,7 @@ impl Machines {
             .target_capacity_specification(capacity)
             .on_demand_options(on_demand_options)
             .spot_options(spot_options)
-            .tag_specifications(tags(ResourceType::Instance, marks))
+            .tag_specifications(tags(ResourceType::Instance, instance_tags))
             .send()
             .await
             .map_err(word("CreateFleet"))?;
@@ -208,12 +208,13 @@ impl Machines {
             }
         }
         let causes = answer.errors.unwrap_or_default().into_iter().map(|error| {
-            let place = error.launch_template_and_overrides.and_then(|chosen| chosen.overrides);
-            let (subnet, zone, kind) = place
-                .map_or((None, None, None), |place| (place.subnet_id, place.availability_zone, place.instance_type));
+            let chosen = error.launch_template_and_overrides.and_then(|chosen| chosen.overrides);
+            let (subnet, zone, kind) = chosen.map_or((None, None, None), |chosen| {
+                (chosen.subnet_id, chosen.availability_zone, chosen.instance_type)
+            });
             Cause {
                 code: error.error_code.unwrap_or_default(),
-                message: plain(&error.error_message.unwrap_or_default()).to_owned(),
+                message: without_encoded_details(&error.error_message.unwrap_or_default()).to_owned(),
                 subnet: subnet.unwrap_or_default(),
                 zone: zone.unwrap_or_default(),
                 instance_type: kind.map(|kind| kind.as_str().to_owned()).unwrap_or_default(),
@@ -222,7 +223,7 @@ impl Machines {
         Ok(FleetOutcome { fleet_id: answer.fleet_id.unwrap_or_default(), launched, causes: causes.collect() })
     }
 
-    /// Every instance of a cluster's pool, by its tags, page after page.
+    /// Lists every instance with the tags of a cluster's pool.
     pub async fn of_pool(&self, cluster: &str, pool: &PoolKey) -> Result<Vec<Described>, AwsError> {
         let filter = |tag, value| Filter::builder().name(format!("tag:{tag}")).values(value).build();
         let describe = self.client.describe_instances().filters(filter(TAG_CLUSTER, cluster));
@@ -237,14 +238,14 @@ impl Machines {
         Ok(found)
     }
 
-    /// Ends instances; one that is gone already is no error.
+    /// Terminates instances. An unknown id is no error.
     pub async fn terminate(&self, ids: &[String]) -> Result<(), AwsError> {
         if ids.is_empty() {
             return Ok(());
         }
         let all = self.client.terminate_instances().set_instance_ids(Some(ids.to_vec())).send().await;
         match all.map_err(word("TerminateInstances")) {
-            // One unknown id fails the whole call: then each on its own.
+            // One unknown id fails the whole call, so retry them one by one.
             Err(error) if is_not_found(&error) && ids.len() > 1 => {
                 for id in ids {
                     let one = self.client.terminate_instances().instance_ids(id).send().await;
@@ -278,7 +279,7 @@ fn described(instance: aws_sdk_ec2::types::Instance) -> Option<Described> {
         reclaimed: instance.state_reason.and_then(|reason| reason.code).is_some_and(|code| code == SPOT_RECLAIMED),
         launched_at,
         instance_type: instance.instance_type.map(|kind| kind.as_str().to_owned()).unwrap_or_default(),
-        zone: instance.placement.and_then(|place| place.availability_zone).unwrap_or_default(),
+        zone: instance.placement.and_then(|placement| placement.availability_zone).unwrap_or_default(),
         usage_class: if spot { UsageClass::Spot } else { UsageClass::OnDemand },
     })
 }
@@ -300,7 +301,7 @@ fn template_data(wanted: &TemplateRequest) -> RequestLaunchTemplateData {
         .set_security_group_ids(Some(wanted.security_group_ids.clone()))
         .user_data(&wanted.user_data)
         .metadata_options(metadata)
-        // An agent ends its machine by shutting it down, which needs no permission of AWS.
+        // An agent terminates its machine by shutting it down, which needs no AWS permission.
         .instance_initiated_shutdown_behavior(ShutdownBehavior::Terminate)
         .tag_specifications(
             LaunchTemplateTagSpecificationRequest::builder()

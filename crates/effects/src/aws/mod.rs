@@ -1,4 +1,4 @@
-//! The AWS clients, configured once, and the words their errors become.
+//! The AWS clients, their configuration, and the mapping of their errors.
 
 pub mod dynamodb;
 pub mod ec2;
@@ -11,9 +11,9 @@ use aws_sdk_dynamodb::error::{ProvideErrorMetadata, SdkError};
 
 use crate::fence::{Fence, FenceInterceptor};
 
-/// A call that takes longer is given up and tried again; `CreateFleet`, the slowest, answers within seconds.
+/// Timeout of one attempt, after which the call is retried. `CreateFleet`, the slowest call, answers within seconds.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(15);
-/// All attempts together: after that a reconciliation says what is wrong and comes back later.
+/// Timeout of all attempts together. After that the reconciler reports the error and requeues.
 const CALL_TIMEOUT: Duration = Duration::from_secs(45);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -52,7 +52,7 @@ impl Clients {
     }
 }
 
-/// What went wrong at AWS, for a condition and for a decision.
+/// An AWS error, by what the caller can do about it.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum AwsError {
     #[error("AWS refuses {call}: {message}. Grant the operator's role this action (docs/iam)")]
@@ -66,12 +66,12 @@ pub enum AwsError {
 }
 
 impl AwsError {
-    /// Whether a launch template, or the version of it, is not there.
+    /// Whether a launch template, or its version, does not exist.
     pub fn is_template_gone(&self) -> bool {
         self.code().is_some_and(|code| code.starts_with("InvalidLaunchTemplate") && code.contains("NotFound"))
     }
 
-    /// The error code AWS gave, where the answer was a plain refusal.
+    /// The AWS error code of a [`Self::Refused`] call.
     pub fn code(&self) -> Option<&str> {
         match self {
             Self::Refused { code, .. } => Some(code),
@@ -80,7 +80,7 @@ impl AwsError {
     }
 }
 
-/// Maps any SDK error of `call` to our words.
+/// Maps an SDK error of `call` to an [`AwsError`].
 pub fn word<E, R>(call: &'static str) -> impl FnOnce(SdkError<E, R>) -> AwsError
 where
     E: ProvideErrorMetadata + std::error::Error + Send + Sync + 'static,
@@ -89,7 +89,7 @@ where
     move |error| match error.as_service_error().and_then(|service| service.code()).map(str::to_owned) {
         Some(code) => {
             let message = error.as_service_error().and_then(|service| service.message()).unwrap_or("no reason given");
-            classify(call, code, plain(message).to_owned())
+            classify(call, code, without_encoded_details(message).to_owned())
         }
         None => {
             let causes = std::iter::successors(std::error::Error::source(&error), |cause| cause.source());
@@ -99,8 +99,9 @@ where
     }
 }
 
-/// EC2 encodes the details of a denial anew in every answer: a condition with them would never settle.
-pub fn plain(message: &str) -> &str {
+/// Strips the encoded details of a denial. EC2 encodes them differently in every response, so a condition that contains
+/// them would change on every reconcile.
+pub fn without_encoded_details(message: &str) -> &str {
     message.split("Encoded authorization failure message").next().unwrap_or(message).trim()
 }
 
@@ -117,7 +118,7 @@ fn classify(call: &'static str, code: String, message: String) -> AwsError {
         | "Throttling"
         | "ThrottlingException"
         | "RequestThrottled"
-        // Two writes to one record at the same moment: neither is wrong, and the next try finds what came of them.
+        // Concurrent writes to one record: a retry sees their result.
         | "TransactionCanceledException"
         | "TransactionConflictException"
         | "ProvisionedThroughputExceededException"

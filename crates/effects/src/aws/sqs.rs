@@ -1,7 +1,7 @@
-//! The pool of idle instances: one queue per resource class.
+//! The idle queues: one per resource class.
 //!
-//! A message is a hint that an instance is idle; the record decides. So a message is deleted only after its instance
-//! was claimed or found unfit, and one that comes twice, late or after its deletion does no harm.
+//! A message is a hint that an instance is idle; the record decides. A message is deleted only after its instance was
+//! claimed or rejected, and duplicate, late or deleted messages that are delivered anyway are harmless.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -17,9 +17,9 @@ use paddock_core::ec2::idle_queue::{BATCH, Received};
 
 use super::{AwsError, word};
 
-/// How long a received message is hidden while its instance is being claimed. A crash shows it again after that.
-const CLAIM_TIME: Duration = Duration::from_secs(30);
-/// What SQS allows.
+/// How long a received message stays hidden while its instance is being claimed. After a crash it reappears.
+const VISIBILITY_TIMEOUT: Duration = Duration::from_secs(30);
+/// The limits of SQS.
 const RETENTION_MIN: Duration = Duration::from_mins(1);
 const RETENTION_MAX: Duration = Duration::from_hours(14 * 24);
 
@@ -33,11 +33,11 @@ impl Queues {
         Self { client }
     }
 
-    /// Creates the queue unless it is there, and mends its settings; gives its URL. A message lives as long as the idle
-    /// time it tells of, so that no dead ones pile up while nobody claims.
+    /// Creates the queue or updates its attributes, and returns its URL. Messages are retained for the idle time of
+    /// their instances, so that expired ones do not accumulate.
     pub async fn ensure(&self, name: &str, idle: Duration) -> Result<String, AwsError> {
         let attributes = HashMap::from([
-            (QueueAttributeName::VisibilityTimeout, CLAIM_TIME.as_secs().to_string()),
+            (QueueAttributeName::VisibilityTimeout, VISIBILITY_TIMEOUT.as_secs().to_string()),
             (
                 QueueAttributeName::MessageRetentionPeriod,
                 idle.clamp(RETENTION_MIN, RETENTION_MAX).as_secs().to_string(),
@@ -46,7 +46,7 @@ impl Queues {
         let create = self.client.create_queue().queue_name(name).set_attributes(Some(attributes.clone()));
         let url = match create.send().await.map_err(word("CreateQueue")) {
             Ok(answer) => answer.queue_url,
-            // It is there, with other settings.
+            // The queue exists with other attributes.
             Err(error) if error.code().is_some_and(|code| code.contains("QueueNameExists")) => {
                 let answer = self.client.get_queue_url().queue_name(name).send().await.map_err(word("GetQueueUrl"))?;
                 if let Some(url) = &answer.queue_url {
@@ -79,7 +79,7 @@ impl Queues {
         try_join_all(sends).await.map(drop)
     }
 
-    /// One short poll.
+    /// Receives messages with one short poll.
     pub async fn receive(&self, url: &str) -> Result<Vec<Received>, AwsError> {
         let receive = self.client.receive_message().queue_url(url).max_number_of_messages(BATCH as i32);
         let answer = receive.wait_time_seconds(0).send().await.map_err(word("ReceiveMessage"))?;
@@ -90,7 +90,7 @@ impl Queues {
         Ok(messages.filter_map(read).collect())
     }
 
-    /// Shows messages to others again after `delay`. One that fails comes back when its visibility runs out.
+    /// Makes messages visible again after `delay`. One that fails becomes visible after its visibility timeout.
     pub async fn put_back(&self, url: &str, messages: &[Received], delay: Duration) -> Result<(), AwsError> {
         let seconds = i32::try_from(delay.as_secs()).unwrap_or(i32::MAX);
         let changes = messages.chunks(BATCH).map(async |batch| {
@@ -124,7 +124,7 @@ impl Queues {
         try_join_all(deletes).await.map(drop)
     }
 
-    /// How many messages there are, hidden and delayed ones too, give or take what SQS has not counted yet.
+    /// The approximate number of messages, including hidden and delayed ones.
     pub async fn size(&self, url: &str) -> Result<u32, AwsError> {
         use QueueAttributeName::{
             ApproximateNumberOfMessages as Visible, ApproximateNumberOfMessagesDelayed as Delayed,

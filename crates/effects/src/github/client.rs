@@ -1,4 +1,4 @@
-//! GitHub: runners, their groups and tokens, and jobs.
+//! The GitHub client: runners, runner groups, tokens and jobs.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,12 +12,12 @@ use serde_json::json;
 use super::{credentials::Credentials, error::GitHubError, session::Sessions};
 use crate::{cache::ExpiringCache, fence::Fence};
 
-/// The one group of runners that repositories have.
+/// The only runner group of a repository.
 const DEFAULT_GROUP: i64 = 1;
-/// As many entries as GitHub puts on a page.
+/// The largest page that GitHub returns.
 pub(super) const PER_PAGE: usize = 100;
 
-/// A runner that GitHub knows.
+/// A runner that is registered at GitHub.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct KnownRunner {
     pub id: i64,
@@ -33,19 +33,19 @@ impl KnownRunner {
     }
 }
 
-/// What a new JIT runner starts with; the text lets its bearer be that runner.
+/// The configuration of a new JIT runner. It is a secret: it lets its holder run as this runner.
 #[derive(Clone, Debug)]
 pub struct JitConfig {
     pub runner_id: i64,
     pub encoded: SecretString,
 }
 
-/// How a removal went.
+/// The result of a removal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Removal {
     Deleted,
     Gone,
-    /// It runs a job and stays.
+    /// It runs a job and was not removed.
     Busy,
 }
 
@@ -61,7 +61,7 @@ pub struct WorkflowJob {
     pub runner_name: Option<String>,
 }
 
-/// GitHub's REST API, at one address for every pool.
+/// GitHub's REST API, at the same address for every pool.
 #[derive(Clone)]
 pub struct GitHub {
     html_url: String,
@@ -71,12 +71,12 @@ pub struct GitHub {
 
 /// The credential, organisation and name of a runner group.
 type GroupKey = (String, String, String);
-/// Runner groups that are cached: one for each organisation, in practice.
+/// Limit of cached runner groups; in practice there is one per organisation.
 const CACHED_GROUPS: usize = 4096;
 
 /// A page of runners.
 #[derive(Deserialize)]
-struct Runners {
+struct RunnerPage {
     runners: Vec<KnownRunner>,
 }
 
@@ -86,7 +86,7 @@ impl GitHub {
         Self { html_url: html_url(api_url), sessions, groups: Arc::new(ExpiringCache::new(CACHED_GROUPS)) }
     }
 
-    /// Where people, and a runner's `config.sh --url`, find GitHub.
+    /// The web address of GitHub, as in a runner's `config.sh --url`.
     pub fn html_url(&self) -> &str {
         &self.html_url
     }
@@ -118,8 +118,8 @@ impl GitHub {
         Ok(answer.token.into())
     }
 
-    /// The group's number; it is made where it is missing. Public repositories may use it: whoever serves an owner's jobs
-    /// must not leave those of its public repositories queued, and each runner serves one job alone.
+    /// The group's id; creates the group if it does not exist. Public repositories may use it, or their jobs would stay
+    /// queued. This is safe because each runner runs only one job.
     pub async fn ensure_runner_group(
         &self,
         credentials: &Credentials,
@@ -130,7 +130,7 @@ impl GitHub {
         let fetch = async {
             let id = match self.find_group(credentials, &scope, name).await? {
                 Some(id) => id,
-                None => self.make_group(credentials, &scope, name).await?,
+                None => self.create_group(credentials, &scope, name).await?,
             };
             Ok((id, Duration::MAX))
         }
@@ -138,8 +138,8 @@ impl GitHub {
         self.groups.get_or_fetch(group_key(credentials, org, name), fetch).await
     }
 
-    /// The group's number, where it exists.
-    async fn known_group(
+    /// The group's id, if it exists.
+    async fn existing_group(
         &self,
         credentials: &Credentials,
         scope: &Scope,
@@ -183,12 +183,12 @@ impl GitHub {
         Ok(None)
     }
 
-    async fn make_group(&self, credentials: &Credentials, scope: &Scope, name: &str) -> Result<i64, GitHubError> {
+    async fn create_group(&self, credentials: &Credentials, scope: &Scope, name: &str) -> Result<i64, GitHubError> {
         let route = format!("{}/actions/runner-groups", scope.route());
         let body = json!({"name": name, "visibility": "all", "allows_public_repositories": true});
         match self.sessions.call::<Group>(credentials, scope, Method::POST, &route, Some(&body)).await {
             Ok(group) => Ok(group.id),
-            // Made a moment ago, perhaps by us with the answer lost.
+            // Just created, possibly by an earlier call whose response was lost.
             Err(GitHubError::NameTaken) => {
                 let found = self.find_group(credentials, scope, name).await?;
                 found.ok_or_else(|| GitHubError::Unavailable(format!("runner group {name} exists and is not listed")))
@@ -197,7 +197,7 @@ impl GitHub {
         }
     }
 
-    /// A new runner that may run one job. A repository has no groups beside the default one.
+    /// Creates a runner for one job. A repository has only the default group.
     pub async fn create_jit_config(
         &self,
         credentials: &Credentials,
@@ -219,7 +219,7 @@ impl GitHub {
         let body = json!({"name": name, "runner_group_id": group_id, "labels": labels, "work_folder": "_work"});
         let answer = self.sessions.call::<Answer>(credentials, scope, Method::POST, &route, Some(&body)).await;
         if let (Err(GitHubError::NotFound(_)), Scope::Organization(org), Some(group)) = (&answer, scope, group) {
-            // The group was deleted: look for it again next time.
+            // The group was deleted: look it up again next time.
             self.groups.invalidate(&group_key(credentials, org, group)).await;
         }
         let answer = answer?;
@@ -233,12 +233,12 @@ impl GitHub {
         name: &str,
     ) -> Result<Option<KnownRunner>, GitHubError> {
         let route = format!("{}/actions/runners?name={name}&per_page={PER_PAGE}", scope.route());
-        let page: Runners = self.sessions.call(credentials, scope, Method::GET, &route, None).await?;
+        let page: RunnerPage = self.sessions.call(credentials, scope, Method::GET, &route, None).await?;
         Ok(page.runners.into_iter().find(|runner| runner.name.eq_ignore_ascii_case(name)))
     }
 
-    /// Every runner of an organisation's group, or of a repository. It is a look that can wait while little of the rate
-    /// limit is left.
+    /// Lists the runners of an organisation's group or of a repository. It is a background call, which is refused while
+    /// little of the rate limit is left.
     pub async fn runners(
         &self,
         credentials: &Credentials,
@@ -247,18 +247,18 @@ impl GitHub {
     ) -> Result<Vec<KnownRunner>, GitHubError> {
         let list = match scope {
             Scope::Repository { .. } => format!("{}/actions/runners", scope.route()),
-            Scope::Organization(_) => match self.known_group(credentials, scope, group).await? {
+            Scope::Organization(_) => match self.existing_group(credentials, scope, group).await? {
                 Some(id) => format!("{}/actions/runner-groups/{id}/runners", scope.route()),
-                // Whoever makes the first runner makes the group.
+                // The group is created with the first runner.
                 None => return Ok(vec![]),
             },
         };
         let mut all = Vec::new();
         for page in 1.. {
             let route = format!("{list}?per_page={PER_PAGE}&page={page}");
-            let found = self.sessions.look::<Runners>(credentials, scope, &route).await;
+            let found = self.sessions.get_in_background::<RunnerPage>(credentials, scope, &route).await;
             if let (Err(GitHubError::NotFound(_)), Scope::Organization(org)) = (&found, scope) {
-                // The group was deleted: look for it again next time.
+                // The group was deleted: look it up again next time.
                 self.groups.invalidate(&group_key(credentials, org, group)).await;
             }
             let found = found?.runners;
@@ -281,14 +281,14 @@ impl GitHub {
         match self.sessions.call::<Option<IgnoredAny>>(credentials, scope, Method::DELETE, &route, None).await {
             Ok(_) => Ok(Removal::Deleted),
             Err(GitHubError::NotFound(_)) => Ok(Removal::Gone),
-            // The only thing that GitHub refuses so is a runner with a job.
+            // GitHub refuses to delete a runner only while it runs a job.
             Err(GitHubError::Refused(_) | GitHubError::Busy) => Ok(Removal::Busy),
             Err(error) => Err(error),
         }
     }
 
-    /// Removes whatever has this name. It is looked for first: an empty list is proof that there is none, while a 404 may
-    /// also mean that the App lost its rights.
+    /// Removes the runner with this name. It lists runners first: an empty list proves that there is none, while a 404
+    /// may also mean that the App has lost its permissions.
     pub async fn remove_runner(
         &self,
         credentials: &Credentials,
@@ -302,14 +302,14 @@ impl GitHub {
         }
     }
 
-    /// A job of a repository, which is given with its owner's name.
+    /// A job of a repository, given as `owner/name`.
     pub async fn job(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<WorkflowJob, GitHubError> {
         let scope = repository_scope(repository);
         let route = format!("{}/actions/jobs/{id}", scope.route());
-        self.sessions.look(credentials, &scope, &route).await
+        self.sessions.get_in_background(credentials, &scope, &route).await
     }
 
-    /// Whether a workflow run is over.
+    /// Whether a workflow run has completed.
     pub async fn run_is_over(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<bool, GitHubError> {
         #[derive(Deserialize)]
         struct Run {
@@ -317,7 +317,7 @@ impl GitHub {
         }
         let scope = repository_scope(repository);
         let route = format!("{}/actions/runs/{id}", scope.route());
-        let run: Run = self.sessions.look(credentials, &scope, &route).await?;
+        let run: Run = self.sessions.get_in_background(credentials, &scope, &route).await?;
         Ok(run.status == "completed")
     }
 }
@@ -337,8 +337,8 @@ struct Group {
     name: String,
 }
 
-/// `https://api.github.com` is GitHub's own address; GitHub Enterprise Server has its API below `/api/v3`, and one with
-/// data residency at `api.HOST`.
+/// The API of github.com and of GitHub Enterprise Cloud with data residency is at `api.HOST`, that of GitHub Enterprise
+/// Server at `HOST/api/v3`.
 fn html_url(api_url: &str) -> String {
     let url = api_url.trim_end_matches('/');
     match url.strip_suffix("/api/v3") {

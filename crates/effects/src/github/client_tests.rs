@@ -1,4 +1,4 @@
-//! The adapter against the simulator. The end-to-end tests hold its requests against GitHub's published API.
+//! Tests the client against the simulator. The end-to-end tests check its requests against GitHub's published API.
 
 use std::time::{Duration, Instant};
 
@@ -64,7 +64,7 @@ async fn one_token_and_one_group_serve_many_runners_at_once() {
 }
 
 #[tokio::test]
-async fn a_taken_name_is_told_apart_and_can_be_freed() {
+async fn a_taken_name_is_detected_and_can_be_freed() {
     let stage = stage().await;
     stage.jit("a").await.unwrap();
     assert_eq!(stage.jit("a").await.unwrap_err(), GitHubError::NameTaken);
@@ -107,7 +107,7 @@ async fn a_busy_runner_stays() {
     assert!(runner.busy && runner.is_up());
     assert_eq!(stage.remove("a").await, Ok(Removal::Busy));
     let removed = stage.github.delete_runner(&stage.app, &stage.scope, runner.id).await;
-    assert_eq!(removed, Ok(Removal::Busy), "also when it became busy after we looked");
+    assert_eq!(removed, Ok(Removal::Busy), "also if it became busy after the check");
     let id = i64::try_from(taken.id).unwrap();
     let seen = stage.github.job(&stage.app, "acme/hello", id).await.unwrap();
     assert_eq!((seen.status.as_str(), seen.runner_name.as_deref()), ("in_progress", Some("a")));
@@ -123,7 +123,7 @@ async fn a_rate_limit_pauses_that_installation_and_nobody_else() {
     assert!(until >= before + jiff::SignedDuration::from_secs(600));
     let calls = stage.simulator.calls();
     assert_eq!(stage.remove("a").await, Err(GitHubError::RateLimited { until }));
-    assert_eq!(stage.simulator.calls(), calls, "nothing was asked");
+    assert_eq!(stage.simulator.calls(), calls, "no request was sent");
     let other = Credentials { fingerprint: "other".into(), ..stage.app.clone() };
     assert_eq!(stage.github.remove_runner(&other, &stage.scope, "a").await, Ok(Removal::Gone));
 }
@@ -141,7 +141,7 @@ async fn a_refused_token_is_replaced_once() {
 async fn the_runners_of_a_group_are_listed_page_by_page_with_a_token_that_expires_on_the_way() {
     let stage = stage().await;
     let list = |group: &'static str| stage.github.runners(&stage.app, &stage.scope, group);
-    assert_eq!(list("Boards").await, Ok(vec![]), "nobody made the group yet");
+    assert_eq!(list("Boards").await, Ok(vec![]), "the group does not exist yet");
     stage.jit("a").await.unwrap();
     let like = stage.simulator.runner("a").unwrap();
     for number in 0..150 {
@@ -155,7 +155,7 @@ async fn the_runners_of_a_group_are_listed_page_by_page_with_a_token_that_expire
 }
 
 #[tokio::test]
-async fn little_of_the_limit_left_is_kept_for_what_cannot_wait() {
+async fn the_last_tenth_of_the_limit_is_kept_for_urgent_calls() {
     let simulator = Simulator::start(Options { hourly_limit: 50, ..Options::default() }).await.unwrap();
     let stage = stage_at(simulator);
     let mut made = 0;
@@ -166,20 +166,20 @@ async fn little_of_the_limit_left_is_kept_for_what_cannot_wait() {
             other => panic!("{other:?}"),
         }
     };
-    assert!((40..50).contains(&made), "{made} looks");
+    assert!((40..50).contains(&made), "{made} calls");
     assert!(until > Timestamp::now());
-    stage.jit("a").await.expect("a runner is worth one of the last calls");
+    stage.jit("a").await.expect("creating a runner is urgent");
 }
 
 #[tokio::test]
 async fn an_owner_that_gets_no_answer_is_left_alone_for_a_while_and_others_are_served() {
     let stage = stage().await;
-    let line = super::super::concurrency::Concurrency::new().line("app", &stage.scope);
-    let silent = async || line.run(async { Err::<(), _>(GitHubError::NoAnswer(Duration::ZERO)) }).await;
-    let Err(GitHubError::NoAnswer(pause)) = silent().await else { panic!("no answer") };
+    let limit = super::super::concurrency::Concurrency::new().owner_limit("app", &stage.scope);
+    let timed_out = async || limit.run(async { Err::<(), _>(GitHubError::NoAnswer(Duration::ZERO)) }).await;
+    let Err(GitHubError::NoAnswer(pause)) = timed_out().await else { panic!("no answer") };
     assert_eq!(pause, Duration::from_secs(5));
-    let skipped = line.run(async { Ok(()) }).await;
-    assert!(matches!(skipped, Err(GitHubError::NoAnswer(_))), "it is not asked meanwhile");
+    let skipped = limit.run(async { Ok(()) }).await;
+    assert!(matches!(skipped, Err(GitHubError::NoAnswer(_))), "no request is sent meanwhile");
     stage.jit("b").await.unwrap();
 }
 
@@ -189,12 +189,12 @@ async fn without_the_lease_nothing_is_written() {
     stage.remove("a").await.unwrap();
     stage.fence.close();
     assert!(matches!(stage.jit("a").await, Err(GitHubError::Fenced(_))));
-    assert_eq!(stage.remove("a").await, Ok(Removal::Gone), "looking is allowed");
+    assert_eq!(stage.remove("a").await, Ok(Removal::Gone), "reads are allowed");
     assert!(stage.simulator.runners().is_empty());
 }
 
 #[tokio::test]
-async fn a_stranger_is_told_what_to_do() {
+async fn an_owner_without_the_app_gets_a_clear_error() {
     let stage = stage().await;
     stage.simulator.organization("other");
     let scope = Scope::Organization("other".into());
@@ -218,7 +218,7 @@ async fn a_token_of_a_person_and_a_repository_work_too() {
 }
 
 #[test]
-fn people_find_github_where_its_api_is() {
+fn the_web_address_follows_from_the_api_address() {
     for (api, html) in [
         ("https://api.github.com", "https://github.com"),
         ("https://ghes.example/api/v3", "https://ghes.example"),

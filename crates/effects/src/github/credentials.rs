@@ -1,4 +1,4 @@
-//! GitHub credentials: read from the Secret that a pool names, under the keys that users of ARC have.
+//! GitHub credentials, read from the Secret of a pool. The keys are the same as for ARC.
 
 use std::{fmt, time::Duration};
 
@@ -15,14 +15,14 @@ use sha2::{Digest, Sha256};
 
 use crate::cache::ExpiringCache;
 
-/// How long a Secret is not read again: long enough for a burst of claims, short enough for a person who rotates a key.
-const FRESH: Duration = Duration::from_secs(30);
+/// How long a Secret is cached: long enough for a burst of claims, short enough for key rotation.
+const SECRET_CACHE_TTL: Duration = Duration::from_secs(30);
 
-/// An App's key or a token. Neither is ever shown.
+/// An App's key or a token. `Debug` shows neither.
 #[derive(Clone)]
 pub struct Credentials {
     pub(super) auth: Auth,
-    /// The same for the same content, so that tokens and clients can be kept per credential without its text.
+    /// A digest of the content: the cache key for tokens and clients.
     pub(super) fingerprint: String,
 }
 
@@ -42,7 +42,7 @@ impl fmt::Debug for Credentials {
 }
 
 impl Credentials {
-    /// The App's number, which a token has not.
+    /// The App's id; none for a token.
     pub fn app(&self) -> Option<u64> {
         match &self.auth {
             Auth::App { id, .. } => Some(id.0),
@@ -50,7 +50,7 @@ impl Credentials {
         }
     }
 
-    /// The same App with the installation that a claim names, which is nearer than the Secret's.
+    /// The same App with the installation of a claim, which overrides that of the Secret.
     pub fn for_installation(mut self, id: Option<i64>) -> Self {
         if let (Auth::App { installation, .. }, Some(id)) = (&mut self.auth, id.and_then(|id| u64::try_from(id).ok())) {
             *installation = Some(id);
@@ -94,7 +94,7 @@ fn parse(name: &str, secret: &Secret) -> Result<Credentials, CredentialsError> {
         text(SECRET_APP_INSTALLATION_ID).map(|id| number(SECRET_APP_INSTALLATION_ID, &id)).transpose()?;
     let bad = || CredentialsError::BadPrivateKey { secret: secret_name() };
     let key = EncodingKey::from_rsa_pem(pem.as_bytes()).map_err(|_| bad())?;
-    // Only a signature shows that what is inside the PEM is a key.
+    // Sign once, because the PEM parser does not validate the key.
     create_jwt(id, &key).map_err(|_| bad())?;
     Ok(Credentials {
         fingerprint: fingerprint(&["app", &id.to_string(), &pem]),
@@ -107,14 +107,14 @@ fn fingerprint(parts: &[&str]) -> String {
     digest.iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Reads Secrets by name, and remembers them for a moment.
+/// Reads Secrets by name, with a short cache.
 pub struct CredentialStore {
     client: Client,
     /// By namespace and name.
     cache: ExpiringCache<(String, String), Credentials>,
 }
 
-/// Secrets that are cached: one or two for each pool.
+/// Limit of cached Secrets; there are one or two per pool.
 const CACHED_SECRETS: usize = 1024;
 
 impl CredentialStore {
@@ -123,11 +123,11 @@ impl CredentialStore {
     }
 
     pub async fn get(&self, namespace: &str, name: &str) -> Result<Credentials, CredentialsError> {
-        let fetch = async { Ok((self.read(namespace, name).await?, FRESH)) }.boxed();
+        let fetch = async { Ok((self.read(namespace, name).await?, SECRET_CACHE_TTL)) }.boxed();
         self.cache.get_or_fetch((namespace.to_owned(), name.to_owned()), fetch).await
     }
 
-    /// For giving things back: a Secret that was deleted, as in a namespace that goes, is used from memory.
+    /// For cleanup: if the Secret was deleted, for example with its namespace, uses the last cached one.
     pub async fn get_or_last(&self, namespace: &str, name: &str) -> Result<Credentials, CredentialsError> {
         match self.get(namespace, name).await {
             Err(missing @ CredentialsError::Missing(_)) => {
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_app_or_a_token_is_read_and_never_shown() {
+    async fn an_app_or_a_token_is_parsed_and_not_leaked() {
         let pem = pem().await;
         let app = parsed(json!({SECRET_APP_ID: "12\n", SECRET_APP_PRIVATE_KEY: pem})).unwrap();
         assert_eq!(format!("{app:?}"), "App 12, installation None");
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_mistake_has_its_own_words() {
+    async fn each_mistake_has_its_own_error() {
         let pem = pem().await;
         let secret = || "app".to_owned();
         let not_a_number = |key| CredentialsError::NotANumber { secret: secret(), key };

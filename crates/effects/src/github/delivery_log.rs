@@ -1,4 +1,4 @@
-//! The log of an App's webhooks, which the App itself may read.
+//! An App's webhook delivery log.
 
 use http::HeaderMap;
 use paddock_core::webhook::redelivery::Delivery;
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{GitHub, GitHubError, client::PER_PAGE, credentials::Credentials};
 
-/// A page of the log, newest first, and where the next one begins.
+/// A page of the log, newest first, and the cursor of the next one.
 #[derive(Debug)]
 pub struct Page {
     pub deliveries: Vec<Delivery>,
@@ -15,7 +15,7 @@ pub struct Page {
 }
 
 impl GitHub {
-    /// Deliveries to the App's webhook; with `failures` those alone that were answered with an error, or not at all.
+    /// Lists deliveries to the App's webhook; with `failures` only those with an error response or none.
     pub async fn deliveries(
         &self,
         app: &Credentials,
@@ -29,7 +29,7 @@ impl GitHub {
         Ok(Page { deliveries, next: next_cursor(&headers) })
     }
 
-    /// What was sent: the body of the webhook.
+    /// The payload of a delivery.
     pub async fn delivered(&self, app: &Credentials, id: u64) -> Result<Value, GitHubError> {
         #[derive(Deserialize)]
         struct Answer {
@@ -52,7 +52,7 @@ fn next_cursor(headers: &HeaderMap) -> Option<String> {
     let (address, _) = address.split_once('>')?;
     let (_, query) = address.split_once('?')?;
     let cursor = query.split('&').find_map(|pair| pair.strip_prefix("cursor="))?;
-    // It goes into an address again as it came.
+    // The cursor is put into a URL unescaped.
     let safe = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~%".contains(&byte);
     (!cursor.is_empty() && cursor.bytes().all(safe)).then(|| cursor.to_owned())
 }
@@ -67,12 +67,12 @@ mod tests {
     use crate::fence::Fence;
 
     #[tokio::test]
-    async fn an_app_reads_its_log_page_by_page_and_what_was_sent() {
+    async fn an_app_reads_its_log_page_by_page_and_payloads() {
         let simulator = Simulator::start(Options::default()).await.unwrap();
         simulator.organization("acme");
         let app = simulator.app("paddock");
         simulator.install(app.id, "acme").unwrap();
-        // Nobody listens there.
+        // Nothing listens on this port.
         simulator.hook(HookSource::App(app.id), "http://127.0.0.1:9/webhook", "secret");
         let request = || JobRequest { owner: "acme".into(), repo: "hello".into(), ..JobRequest::default() };
         let jobs: Vec<u64> = (0..120).map(|_| simulator.queue_job(request()).unwrap().id).collect();
@@ -84,7 +84,7 @@ mod tests {
         let key = octocrab::auth::EncodingKey::from_rsa_pem(app.private_key.as_bytes()).unwrap();
         let auth = Auth::App { id: app.id.into(), key, installation: None };
         let app = Credentials { auth, fingerprint: "app".into() };
-        // Reading needs no lease.
+        // Reads do not need the lease.
         let github = GitHub::new(&simulator.api_url(), Fence::default());
         for failures in [false, true] {
             let first = github.deliveries(&app, failures, None).await.unwrap();
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_page_is_where_the_link_says() {
+    fn the_next_cursor_is_taken_from_the_link_header() {
         for (link, expected) in [
             (r#"<https://api.github.com/app/hook/deliveries?per_page=1&cursor=v1_12>; rel="next""#, Some("v1_12")),
             (r#"<https://x/?cursor=a>; rel="prev", <https://x/?cursor=b&per_page=1>; rel="next""#, Some("b")),

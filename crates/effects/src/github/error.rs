@@ -1,4 +1,4 @@
-//! GitHub's answers in our words.
+//! Maps GitHub's error responses.
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use jiff::{SignedDuration, Timestamp};
 use paddock_core::backoff::Backoff;
 use serde::Deserialize;
 
-/// The longest pause: the window of the primary limit.
-const LONGEST_WAIT: Duration = Duration::from_hours(1);
-/// The pause when GitHub limits without saying until when: it documents at least a minute, and more while it goes on.
-const UNTOLD_BACKOFF: Backoff = Backoff::new(Duration::from_mins(1), LONGEST_WAIT);
+/// The window of the primary rate limit.
+const MAX_RATE_LIMIT_WAIT: Duration = Duration::from_hours(1);
+/// Used if a rate limited response has no reset time. GitHub documents at least a minute, and more on repetition.
+const RATE_LIMIT_BACKOFF: Backoff = Backoff::new(Duration::from_mins(1), MAX_RATE_LIMIT_WAIT);
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GitHubError {
@@ -28,7 +28,7 @@ pub enum GitHubError {
     RateLimited { until: Timestamp },
     #[error("GitHub does not answer as it should: {0}")]
     Unavailable(String),
-    /// With the time for which nothing is asked.
+    /// With the time until the next request is allowed.
     #[error("GitHub did not answer in time for this owner; it is asked again in {} s", .0.as_secs() + 1)]
     NoAnswer(Duration),
     #[error("GitHub refuses it: {0}")]
@@ -38,7 +38,7 @@ pub enum GitHubError {
 }
 
 impl GitHubError {
-    /// Whether asking again the same way gives the same answer.
+    /// Whether a retry gives the same error.
     pub const fn is_final(&self) -> bool {
         match self {
             Self::NotFound(_) | Self::Unauthorized(_) | Self::Forbidden(_) | Self::Refused(_) => true,
@@ -51,8 +51,7 @@ impl GitHubError {
         }
     }
 
-    /// What an answer that is no success means. `failures` is how often in a row GitHub limited without saying until
-    /// when.
+    /// Maps an error response. `failures` is the number of consecutive rate limited responses before this one.
     pub(super) fn of(status: StatusCode, headers: &HeaderMap, body: &str, failures: u32, now: Timestamp) -> Self {
         let message = message(body);
         match status.as_u16() {
@@ -69,7 +68,7 @@ impl GitHubError {
     }
 }
 
-/// In the order that GitHub documents: `retry-after`, the reset of a spent limit, at least a minute.
+/// In the order that GitHub documents: `retry-after`, the reset of an exhausted limit, at least a minute.
 fn limited_until(
     status: StatusCode,
     headers: &HeaderMap,
@@ -78,7 +77,7 @@ fn limited_until(
     now: Timestamp,
 ) -> Option<Timestamp> {
     let number = |name: &str| headers.get(name)?.to_str().ok()?.trim().parse::<i64>().ok();
-    let after = |wait: Duration| now.saturating_add(wait.min(LONGEST_WAIT)).unwrap_or(Timestamp::MAX);
+    let after = |wait: Duration| now.saturating_add(wait.min(MAX_RATE_LIMIT_WAIT)).unwrap_or(Timestamp::MAX);
     if let Some(seconds) = number("retry-after") {
         return Some(after(Duration::from_secs(seconds.max(1).unsigned_abs())));
     }
@@ -86,20 +85,20 @@ fn limited_until(
     if number("x-ratelimit-remaining") == Some(0)
         && let Some(reset) = reset
     {
-        // A clock that is behind GitHub's must not make a busy loop of it.
+        // At least a second, because clock skew must not cause a busy loop.
         return Some(after(reset.duration_since(now).max(SignedDuration::from_secs(1)).unsigned_abs()));
     }
     let limited = status == StatusCode::TOO_MANY_REQUESTS || message.to_lowercase().contains("rate limit");
-    limited.then(|| after(UNTOLD_BACKOFF.delay(failures + 1)))
+    limited.then(|| after(RATE_LIMIT_BACKOFF.delay(failures + 1)))
 }
 
-/// GitHub's own sentence; anything else, such as a proxy's page, is cut short.
+/// GitHub's error message; any other body, such as a proxy's page, is truncated.
 fn message(body: &str) -> String {
     #[derive(Deserialize)]
-    struct Told {
+    struct ErrorBody {
         message: String,
     }
-    let text = serde_json::from_str::<Told>(body).map_or_else(|_| body.to_owned(), |told| told.message);
+    let text = serde_json::from_str::<ErrorBody>(body).map_or_else(|_| body.to_owned(), |parsed| parsed.message);
     let text: String = text.chars().filter(|c| !c.is_control()).take(300).collect();
     if text.is_empty() { "no explanation".into() } else { text }
 }
@@ -110,7 +109,7 @@ mod tests {
 
     const NOW: Timestamp = Timestamp::UNIX_EPOCH;
 
-    fn told(status: u16, headers: &[(&'static str, &str)], message: &str, failures: u32) -> GitHubError {
+    fn error(status: u16, headers: &[(&'static str, &str)], message: &str, failures: u32) -> GitHubError {
         let headers = headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect();
         let body = format!("{{\"message\": \"{message}\"}}");
         GitHubError::of(StatusCode::from_u16(status).unwrap(), &headers, &body, failures, NOW)
@@ -134,7 +133,7 @@ mod tests {
         ] {
             let until = Timestamp::from_second(seconds).unwrap();
             assert_eq!(
-                told(status, headers, message, failures),
+                error(status, headers, message, failures),
                 GitHubError::RateLimited { until },
                 "{status} {headers:?}"
             );
@@ -145,16 +144,16 @@ mod tests {
     fn a_missing_permission_is_no_rate_limit() {
         let message = "Resource not accessible by integration";
         let left = [("x-ratelimit-remaining", "4999"), ("x-ratelimit-reset", "90")];
-        assert_eq!(told(403, &left, message, 0), GitHubError::Forbidden(message.into()));
+        assert_eq!(error(403, &left, message, 0), GitHubError::Forbidden(message.into()));
     }
 
     #[test]
-    fn other_answers_have_their_words() {
-        assert_eq!(told(401, &[], "Bad credentials", 0), GitHubError::Unauthorized("Bad credentials".into()));
-        assert_eq!(told(404, &[], "Not Found", 0), GitHubError::NotFound("Not Found".into()));
-        assert_eq!(told(409, &[], "Already exists", 0), GitHubError::NameTaken);
-        assert!(matches!(told(422, &[], "x", 0), GitHubError::Refused(_)));
-        assert!(matches!(told(503, &[], "x", 0), GitHubError::Unavailable(_)));
+    fn other_responses_are_mapped() {
+        assert_eq!(error(401, &[], "Bad credentials", 0), GitHubError::Unauthorized("Bad credentials".into()));
+        assert_eq!(error(404, &[], "Not Found", 0), GitHubError::NotFound("Not Found".into()));
+        assert_eq!(error(409, &[], "Already exists", 0), GitHubError::NameTaken);
+        assert!(matches!(error(422, &[], "x", 0), GitHubError::Refused(_)));
+        assert!(matches!(error(503, &[], "x", 0), GitHubError::Unavailable(_)));
         let page = GitHubError::of(StatusCode::BAD_GATEWAY, &HeaderMap::new(), &"<p>".repeat(900), 0, NOW);
         assert!(page.to_string().len() < 400);
     }

@@ -1,4 +1,4 @@
-//! GitHub: one client for all of its API, with tokens, limits and errors behind it.
+//! GitHub: a client for its REST API, with tokens, rate limits and errors.
 
 pub mod client;
 mod concurrency;

@@ -1,4 +1,4 @@
-//! Who asks GitHub: clients, installation tokens, and pauses that GitHub asked for.
+//! GitHub sessions: clients, installation tokens and rate limits.
 
 use std::{
     collections::HashMap,
@@ -22,39 +22,39 @@ use super::{
 };
 use crate::{cache::ExpiringCache, fence::Fence};
 
-/// The longest that one call may take; GitHub itself gives up after 10 s.
+/// Timeout of one request; GitHub's own is 10 s.
 const CALL_TIMEOUT: Duration = Duration::from_secs(12);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Installation tokens live an hour.
-const TOKEN_LIFE: SignedDuration = SignedDuration::from_mins(59);
+/// Installation tokens expire after an hour.
+const TOKEN_LIFETIME: SignedDuration = SignedDuration::from_mins(59);
 
-/// Whom GitHub's limits count for: an App by itself, one of its installations, or a token.
+/// What GitHub's rate limits apply to: an App itself, one of its installations, or a token.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Account {
     fingerprint: String,
     installation: Option<u64>,
 }
 
-/// How much a call matters while little of the hourly limit is left.
+/// The priority of a call while little of the hourly limit is left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lane {
-    /// A job waits for it, or something is given back.
+    /// A job waits for it, or it releases something.
     Urgent,
-    /// A look that can be had later: a tenth of the limit is kept for what cannot.
+    /// It can be retried later. The last tenth of the limit is reserved for urgent calls.
     Background,
 }
 
-/// How an account stands with GitHub's limits.
+/// The rate limit of an account.
 #[derive(Clone, Copy, Default)]
 struct RateLimitState {
-    /// Nothing is asked before.
+    /// No request is sent before.
     until: Option<Timestamp>,
-    /// How often in a row GitHub limited without saying until when.
-    strikes: u32,
+    /// Consecutive rate limited responses.
+    failures: u32,
     budget: Option<Budget>,
 }
 
-/// What is left of the hourly limit, as the last answer said.
+/// The remaining hourly limit, according to the last response.
 #[derive(Clone, Copy)]
 struct Budget {
     limit: i64,
@@ -69,16 +69,16 @@ impl Budget {
         Some(Self { limit: number("x-ratelimit-limit")?, remaining: number("x-ratelimit-remaining")?, reset })
     }
 
-    fn allows(self, need: Lane, now: Timestamp) -> bool {
-        let least = match need {
+    fn allows(self, lane: Lane, now: Timestamp) -> bool {
+        let required = match lane {
             Lane::Urgent => 1,
             Lane::Background => self.limit / 10,
         };
-        now >= self.reset || self.remaining >= least
+        now >= self.reset || self.remaining >= required
     }
 }
 
-/// Installations and owners whose tokens and numbers are cached: more than one App serves in practice.
+/// Limit of cached tokens and installation ids; larger than the number of installations in practice.
 const CACHED_OWNERS: usize = 4096;
 
 pub(super) struct Sessions {
@@ -87,10 +87,10 @@ pub(super) struct Sessions {
     /// By fingerprint: an App's own client, or a token's.
     clients: Mutex<HashMap<String, Octocrab>>,
     tokens: ExpiringCache<Account, SecretString>,
-    /// Installations found by credential and owner.
+    /// By credential and owner.
     installations: ExpiringCache<(String, String), u64>,
     rate_limits: Mutex<HashMap<Account, RateLimitState>>,
-    turns: Concurrency,
+    concurrency: Concurrency,
 }
 
 impl Sessions {
@@ -102,13 +102,12 @@ impl Sessions {
             tokens: ExpiringCache::new(CACHED_OWNERS),
             installations: ExpiringCache::new(CACHED_OWNERS),
             rate_limits: Mutex::default(),
-            turns: Concurrency::new(),
+            concurrency: Concurrency::new(),
         }
     }
 
-    /// One call in the name of whoever may act for `scope`. A refused token was not used for anything, so that the call
-    /// is repeated once with a new one; nothing else is ever repeated here, because the answer to a creation may have
-    /// been lost.
+    /// One call with the credentials for `scope`. After a 401 it is retried once with a new token, because nothing was
+    /// done. No other failure is retried: the call may have succeeded and only the response was lost.
     pub async fn call<T: DeserializeOwned>(
         &self,
         credentials: &Credentials,
@@ -120,8 +119,8 @@ impl Sessions {
         self.call_for(Lane::Urgent, credentials, scope, method, route, body).await
     }
 
-    /// A look that can be had later; not while little of the limit is left.
-    pub async fn look<T: DeserializeOwned>(
+    /// A GET that can be retried later; refused while little of the limit is left.
+    pub async fn get_in_background<T: DeserializeOwned>(
         &self,
         credentials: &Credentials,
         scope: &Scope,
@@ -132,7 +131,7 @@ impl Sessions {
 
     async fn call_for<T: DeserializeOwned>(
         &self,
-        need: Lane,
+        lane: Lane,
         credentials: &Credentials,
         scope: &Scope,
         method: Method,
@@ -141,20 +140,20 @@ impl Sessions {
     ) -> Result<T, GitHubError> {
         let exchange = async {
             let (client, account) = self.session(credentials, scope).await?;
-            let outcome = self.send(need, &client, &account, method.clone(), route, body).await;
+            let outcome = self.send(lane, &client, &account, method.clone(), route, body).await;
             match (outcome, account.installation) {
                 (Err(GitHubError::Unauthorized(_)), Some(_)) => {
                     self.tokens.invalidate(&account).await;
                     let (client, account) = self.session(credentials, scope).await?;
-                    self.send(need, &client, &account, method, route, body).await
+                    self.send(lane, &client, &account, method, route, body).await
                 }
                 (outcome, _) => outcome,
             }
         };
-        self.turns.line(&credentials.fingerprint, scope).run(exchange).await
+        self.concurrency.owner_limit(&credentials.fingerprint, scope).run(exchange).await
     }
 
-    /// Asks for something that is the App's own, which needs no installation.
+    /// A GET as the App itself, without an installation.
     pub async fn call_as_app<T: DeserializeOwned>(
         &self,
         credentials: &Credentials,
@@ -181,7 +180,7 @@ impl Sessions {
         Ok((client, account))
     }
 
-    /// A token, and for how long it can be used.
+    /// A new token and its time to live.
     async fn new_token(
         &self,
         app: &Octocrab,
@@ -197,12 +196,12 @@ impl Sessions {
         let route = format!("/app/installations/{installation}/access_tokens");
         let answer = self.send::<Answer>(Lane::Urgent, app, own, Method::POST, &route, None).await;
         if let Err(GitHubError::NotFound(_)) = answer {
-            // The App was removed and installed again: look the installation up again.
+            // The App may have been reinstalled: look the installation up again.
             self.installations.invalidate(&installation_key(own, scope)).await;
         }
         let answer = answer.map_err(|error| uninstalled(error, scope))?;
         let left = answer.expires_at.duration_since(Timestamp::now()) - SignedDuration::from_mins(1);
-        Ok((answer.token.into(), Duration::try_from(left.min(TOKEN_LIFE)).unwrap_or_default()))
+        Ok((answer.token.into(), Duration::try_from(left.min(TOKEN_LIFETIME)).unwrap_or_default()))
     }
 
     async fn find_installation(&self, app: &Octocrab, own: &Account, scope: &Scope) -> Result<u64, GitHubError> {
@@ -240,29 +239,29 @@ impl Sessions {
 
     async fn send<T: DeserializeOwned>(
         &self,
-        need: Lane,
+        lane: Lane,
         client: &Octocrab,
         account: &Account,
         method: Method,
         route: &str,
         body: Option<&Value>,
     ) -> Result<T, GitHubError> {
-        let (_, text) = self.exchange(need, client, account, method, route, body).await?;
+        let (_, text) = self.exchange(lane, client, account, method, route, body).await?;
         parse(&text)
     }
 
-    /// One request: not while GitHub wants a pause, no write without the lease, never for longer than [`CALL_TIMEOUT`].
+    /// Sends one request, unless it is rate limited, or a write while the fence is closed.
     async fn exchange(
         &self,
-        need: Lane,
+        lane: Lane,
         client: &Octocrab,
         account: &Account,
         method: Method,
         route: &str,
         body: Option<&Value>,
     ) -> Result<(HeaderMap, String), GitHubError> {
-        let _place = self.turns.one().await;
-        let strikes = self.pass(account, need)?;
+        let _permit = self.concurrency.acquire().await;
+        let failures = self.check_rate_limit(account, lane)?;
         if method != Method::GET {
             self.fence.check()?;
         }
@@ -284,33 +283,33 @@ impl Sessions {
             rate_limits.entry(account.clone()).or_default().budget = Some(budget);
         }
         if status.is_success() {
-            self.note(account, None);
+            self.record_rate_limit(account, None);
             return Ok((headers, text));
         }
-        let error = GitHubError::of(status, &headers, &text, strikes, Timestamp::now());
+        let error = GitHubError::of(status, &headers, &text, failures, Timestamp::now());
         if let GitHubError::RateLimited { until } = error {
-            tracing::warn!(%until, route, "GitHub's rate limit is reached");
-            self.note(account, Some(until));
+            tracing::warn!(%until, route, "GitHub rate limit reached");
+            self.record_rate_limit(account, Some(until));
         }
         Err(error)
     }
 
-    /// The strikes so far, or when the pause is over.
-    fn pass(&self, account: &Account, need: Lane) -> Result<u32, GitHubError> {
+    /// The consecutive rate limited responses so far; an error while the account is limited.
+    fn check_rate_limit(&self, account: &Account, lane: Lane) -> Result<u32, GitHubError> {
         let rate_limits = self.rate_limits.lock().unwrap_or_else(PoisonError::into_inner);
         let rate_limit = rate_limits.get(account).copied().unwrap_or_default();
         let now = Timestamp::now();
         match (rate_limit.until, rate_limit.budget) {
             (Some(until), _) if now < until => Err(GitHubError::RateLimited { until }),
-            (_, Some(budget)) if !budget.allows(need, now) => Err(GitHubError::RateLimited { until: budget.reset }),
-            _ => Ok(rate_limit.strikes),
+            (_, Some(budget)) if !budget.allows(lane, now) => Err(GitHubError::RateLimited { until: budget.reset }),
+            _ => Ok(rate_limit.failures),
         }
     }
 
-    fn note(&self, account: &Account, limited: Option<Timestamp>) {
+    fn record_rate_limit(&self, account: &Account, limited: Option<Timestamp>) {
         let mut rate_limits = self.rate_limits.lock().unwrap_or_else(PoisonError::into_inner);
         let rate_limit = rate_limits.entry(account.clone()).or_default();
-        rate_limit.strikes = if limited.is_some() { rate_limit.strikes + 1 } else { 0 };
+        rate_limit.failures = if limited.is_some() { rate_limit.failures + 1 } else { 0 };
         rate_limit.until = limited;
     }
 }
@@ -331,7 +330,7 @@ fn parse<T: DeserializeOwned>(text: &str) -> Result<T, GitHubError> {
     serde_json::from_str(text).map_err(|error| GitHubError::Unavailable(format!("an unexpected answer: {error}")))
 }
 
-/// The cause without octocrab's backtraces; its requests carry no secret in their address.
+/// The cause without octocrab's backtraces. Request URLs contain no secret.
 fn unavailable(error: octocrab::Error) -> GitHubError {
     let cause = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
     GitHubError::Unavailable(cause.lines().next().unwrap_or("no answer").to_owned())

@@ -1,4 +1,4 @@
-//! Events, published behind the work: one after the other, and after claims that wait for their machines.
+//! Publishes Events in the background, one at a time, and defers them while claims wait for instances.
 
 use std::{
     sync::Mutex,
@@ -15,57 +15,58 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{ledger::Ledger, lock};
 
-/// How long an event waits while claims come first.
-const YIELD: Duration = Duration::from_secs(3);
-/// Events that wait while the API server is away; more are dropped, and said to be in the log.
-const BACKLOG: usize = 4096;
-/// How often it is looked whether they still do.
-const LOOK: Duration = Duration::from_millis(100);
+/// How long an Event is deferred at most while claims wait for instances.
+const CLAIM_DEFERRAL_MAX: Duration = Duration::from_secs(3);
+/// Events queued while the API server is unavailable; further ones are dropped and logged.
+const EVENT_BACKLOG: usize = 4096;
+/// Interval of the check whether claims still wait.
+const CLAIM_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What is told of whom, and since when.
-type About = (Event, ObjectReference, Instant);
+/// An Event, its object, and when it was queued.
+type QueuedEvent = (Event, ObjectReference, Instant);
 
 pub struct Events {
     recorder: Recorder,
-    sender: Sender<About>,
-    /// Until somebody publishes.
-    receiver: Mutex<Option<Receiver<About>>>,
+    sender: Sender<QueuedEvent>,
+    /// Taken by [`Self::publish`].
+    receiver: Mutex<Option<Receiver<QueuedEvent>>>,
 }
 
 impl Events {
     pub fn new(client: Client) -> Self {
         let reporter = Reporter { controller: "paddock".into(), instance: std::env::var("HOSTNAME").ok() };
-        let (sender, receiver) = channel(BACKLOG);
+        let (sender, receiver) = channel(EVENT_BACKLOG);
         Self { recorder: Recorder::new(client, reporter), sender, receiver: Mutex::new(Some(receiver)) }
     }
 
-    pub fn tell<K>(&self, object: &K, type_: EventType, action: &str, reason: &str, note: String)
+    /// Queues an Event.
+    pub fn record<K>(&self, object: &K, type_: EventType, action: &str, reason: &str, note: String)
     where
         K: Resource<DynamicType = ()>,
     {
         let event = Event { type_, reason: reason.into(), note: Some(note), action: action.into(), secondary: None };
         if self.sender.try_send((event, object.object_ref(&()), Instant::now())).is_err() {
-            tracing::warn!(reason, "an event was dropped: the API server takes none");
+            tracing::warn!(reason, "event dropped");
         }
     }
 
-    /// Publishes what is told, until `stop`; then what is left. An event that cannot be published is not worth failing for.
+    /// Publishes queued Events until `stop`, then those that are left. A failure is only logged.
     pub async fn publish(&self, ledger: &Ledger, stop: CancellationToken) {
         let receiver = lock(&self.receiver).take();
-        let Some(mut told) = receiver else { return };
-        let next = async |told: &mut Receiver<About>| {
+        let Some(mut queue) = receiver else { return };
+        let next = async |queue: &mut Receiver<QueuedEvent>| {
             tokio::select! {
                 biased;
-                next = told.recv() => next,
+                next = queue.recv() => next,
                 () = stop.cancelled() => None,
             }
         };
-        while let Some((event, about, since)) = next(&mut told).await {
-            while ledger.is_claiming() && since.elapsed() < YIELD && !stop.is_cancelled() {
-                tokio::time::sleep(LOOK).await;
+        while let Some((event, object, since)) = next(&mut queue).await {
+            while ledger.is_claiming() && since.elapsed() < CLAIM_DEFERRAL_MAX && !stop.is_cancelled() {
+                tokio::time::sleep(CLAIM_CHECK_INTERVAL).await;
             }
-            if let Err(error) = self.recorder.publish(&event, &about).await {
-                tracing::warn!(%error, reason = event.reason, "an event could not be published");
+            if let Err(error) = self.recorder.publish(&event, &object).await {
+                tracing::warn!(%error, reason = event.reason, "event publish failed");
             }
         }
     }

@@ -1,8 +1,8 @@
-//! Leader election by a Lease: one replica works, the others serve pages and wait.
+//! Leader election with a Lease: one replica runs the controllers, the others serve pages and wait.
 //!
-//! As in client-go, a lease is judged by how long *we* have not seen it change, never by comparing clocks of two
-//! machines. Every renewal opens the [`Fence`] for the lease's duration counted from before the request was sent,
-//! so it closes here before anybody else may take over.
+//! As in client-go, a lease expires when *this* replica has not seen it change for its duration; clocks of two machines
+//! are never compared. Every renewal opens the [`Fence`] for the lease duration, counted from before the request was
+//! sent, so it closes before another replica can take over.
 
 use std::time::{Duration, Instant};
 
@@ -24,10 +24,10 @@ use crate::fence::Fence;
 /// The name of the Lease, in the operator's own namespace.
 pub const LEASE: &str = "paddock";
 
-/// How long a replica waits after a write that failed.
-const PAUSE: Duration = Duration::from_millis(300);
+/// Delay before the lease is read again after a failed write.
+const WRITE_RETRY: Duration = Duration::from_millis(300);
 
-/// A lease as last seen, and when that was by our own clock.
+/// The lease as last seen, and when it was seen by the local clock.
 struct ObservedLease {
     lease: Option<Lease>,
     since: Instant,
@@ -35,24 +35,24 @@ struct ObservedLease {
 
 #[derive(Debug, PartialEq, Eq)]
 enum LeaseAction {
-    /// Write our name, over this version of the lease.
+    /// Acquire or renew the lease, over the observed version.
     Write,
-    /// Do nothing until the lease changes or this instant comes.
+    /// Wait until the lease changes or this instant.
     Wait(Instant),
 }
 
-/// Who holds a lease; nobody, if it is free.
+/// The holder of a lease; empty if it is free.
 fn holder(seen: &ObservedLease) -> &str {
     let spec = seen.lease.as_ref().and_then(|lease| lease.spec.as_ref());
     spec.and_then(|spec| spec.holder_identity.as_deref()).unwrap_or_default()
 }
 
-/// What a replica called `me` does next.
-fn step(seen: &ObservedLease, me: &str, lease_duration: Duration, now: Instant) -> LeaseAction {
+/// The next action of the replica `me`.
+fn next_action(seen: &ObservedLease, me: &str, lease_duration: Duration, now: Instant) -> LeaseAction {
     let spec = seen.lease.as_ref().and_then(|lease| lease.spec.as_ref());
     let wait = match holder(seen) {
         "" => Duration::ZERO,
-        // Thrice in a lease's life, so that two lost renewals do not lose the lease.
+        // Renew three times per duration, so that two failed renewals do not lose the lease.
         holder if holder == me => lease_duration / 3,
         _ => match spec.and_then(|spec| spec.lease_duration_seconds) {
             Some(seconds) => Duration::from_secs(seconds.max(0).cast_unsigned().into()),
@@ -63,7 +63,7 @@ fn step(seen: &ObservedLease, me: &str, lease_duration: Duration, now: Instant) 
     if due <= now { LeaseAction::Write } else { LeaseAction::Wait(due) }
 }
 
-/// The lease with our name in it, as a write over what was seen.
+/// The lease with `me` as the holder, to replace the observed version.
 fn with_holder(seen: Option<&Lease>, me: Option<&str>, lease_duration: Duration, now: Timestamp) -> Lease {
     let old = seen.and_then(|lease| lease.spec.clone()).unwrap_or_default();
     let same = old.holder_identity.as_deref() == me;
@@ -87,34 +87,34 @@ fn with_holder(seen: Option<&Lease>, me: Option<&str>, lease_duration: Duration,
 pub struct Election {
     pub client: Client,
     pub namespace: String,
-    /// Unique among replicas and restarts: a restarted pod of the same name must not take itself for the old one.
+    /// Unique per replica and restart: a restarted pod of the same name must not hold the old pod's lease.
     pub identity: String,
     pub duration: Duration,
     pub fence: Fence,
 }
 
 impl Election {
-    /// Campaigns until `stop`; calls `elected` when the lease is first held.
+    /// Runs the election until `stop`; calls `elected` when the lease is first acquired.
     ///
-    /// Returns when the lease was lost after it was held, or when stopped; gives a held lease up on the way out, so
-    /// that another replica takes over at once.
+    /// Returns `Lost` if a held lease is lost. On `stop` it releases a held lease, so that another replica takes over
+    /// at once.
     pub async fn run(&self, elected: impl FnOnce(), stop: CancellationToken) -> Result<(), Lost> {
         let api: Api<Lease> = Api::namespaced(self.client.clone(), &self.namespace);
         let mut changes = std::pin::pin!(watcher::watch_object(api.clone(), LEASE).default_backoff());
         let mut seen = tokio::select! {
             () = stop.cancelled() => return Ok(()),
-            seen = next(&mut changes) => seen,
+            seen = next_observed(&mut changes) => seen,
         };
         let mut elected = Some(elected);
         loop {
             if elected.is_none() && self.fence.check().is_err() {
                 return Err(Lost);
             }
-            match step(&seen, &self.identity, self.duration, Instant::now()) {
+            match next_action(&seen, &self.identity, self.duration, Instant::now()) {
                 LeaseAction::Wait(until) => tokio::select! {
                     () = stop.cancelled() => break,
                     () = tokio::time::sleep_until(until.into()) => {}
-                    changed = next(&mut changes) => seen = newer(seen, changed),
+                    changed = next_observed(&mut changes) => seen = newer(seen, changed),
                 },
                 LeaseAction::Write => {
                     let sent = Instant::now();
@@ -125,7 +125,7 @@ impl Election {
                             self.fence.open_until(sent + self.duration);
                             seen = ObservedLease { lease: Some(lease), since: sent };
                             if let Some(elected) = elected.take() {
-                                tracing::info!(identity = self.identity, "leading");
+                                tracing::info!(identity = self.identity, "lease acquired");
                                 elected();
                             }
                         }
@@ -141,17 +141,17 @@ impl Election {
                                     Ok(written) => written.err().map(|error| error.to_string()).unwrap_or_default(),
                                     Err(_) => "no answer in time".to_owned(),
                                 };
-                                tracing::warn!(error, "the lease could not be written");
+                                tracing::warn!(error, "lease write failed");
                             }
-                            // What is there now decides what comes next; it comes with the watch, or is asked for.
+                            // Get the current lease, from the watch or with a read.
                             tokio::select! {
                                 () = stop.cancelled() => break,
-                                changed = next(&mut changes) => seen = newer(seen, changed),
-                                () = tokio::time::sleep(PAUSE) => if let Ok(lease) = api.get_opt(LEASE).await {
+                                changed = next_observed(&mut changes) => seen = newer(seen, changed),
+                                () = tokio::time::sleep(WRITE_RETRY) => if let Ok(lease) = api.get_opt(LEASE).await {
                                     seen = newer(seen, ObservedLease { lease, since: Instant::now() });
                                 },
                             }
-                            // Our own is renewed without delay: the fence does not wait.
+                            // Renew our own lease at once, before the fence closes.
                             if holder(&seen) == self.identity {
                                 seen.since = sent.checked_sub(self.duration).unwrap_or(sent);
                             }
@@ -164,8 +164,8 @@ impl Election {
             self.fence.close();
             let released = with_holder(seen.lease.as_ref(), None, self.duration, Timestamp::now());
             match write(&api, &released).await {
-                Ok(_) => tracing::info!("gave the lease up"),
-                Err(error) => tracing::warn!(%error, "the lease could not be given up; it runs out by itself"),
+                Ok(_) => tracing::info!("lease released"),
+                Err(error) => tracing::warn!(%error, "lease release failed; it will expire"),
             }
         }
         Ok(())
@@ -179,7 +179,7 @@ impl Election {
     }
 }
 
-/// The lease was held and is not any more.
+/// A held lease was lost.
 #[derive(Debug, thiserror::Error)]
 #[error("the lease was lost; this replica stops at once and starts over as a follower")]
 pub struct Lost;
@@ -191,17 +191,17 @@ async fn write(api: &Api<Lease>, lease: &Lease) -> kube::Result<Lease> {
     }
 }
 
-async fn next(changes: &mut (impl Stream<Item = watcher::Result<Option<Lease>>> + Unpin)) -> ObservedLease {
+async fn next_observed(changes: &mut (impl Stream<Item = watcher::Result<Option<Lease>>> + Unpin)) -> ObservedLease {
     loop {
         match changes.next().await {
             Some(Ok(lease)) => return ObservedLease { lease, since: Instant::now() },
-            Some(Err(error)) => tracing::warn!(%error, "the lease cannot be watched"),
+            Some(Err(error)) => tracing::warn!(%error, "lease watch failed"),
             None => std::future::pending().await,
         }
     }
 }
 
-/// The watch also brings our own writes back, late: those must not count as news.
+/// The watch also delivers our own writes, late: those must not count as changes.
 fn newer(old: ObservedLease, new: ObservedLease) -> ObservedLease {
     let version = |seen: &ObservedLease| seen.lease.as_ref().and_then(ResourceExt::resource_version);
     let renewed = |seen: &ObservedLease| {
@@ -215,41 +215,53 @@ fn newer(old: ObservedLease, new: ObservedLease) -> ObservedLease {
 mod tests {
     use super::*;
 
-    const LIFE: Duration = Duration::from_secs(15);
+    const LEASE_DURATION: Duration = Duration::from_secs(15);
 
     fn seen(holder: Option<&str>, since: Instant) -> ObservedLease {
-        ObservedLease { lease: Some(with_holder(None, holder, LIFE, Timestamp::UNIX_EPOCH)), since }
+        ObservedLease { lease: Some(with_holder(None, holder, LEASE_DURATION, Timestamp::UNIX_EPOCH)), since }
     }
 
     #[test]
     fn a_free_lease_is_taken_at_once() {
         let now = Instant::now();
-        assert_eq!(step(&seen(None, now), "a", LIFE, now), LeaseAction::Write);
-        assert_eq!(step(&seen(Some(""), now), "a", LIFE, now), LeaseAction::Write);
-        assert_eq!(step(&ObservedLease { lease: None, since: now }, "a", LIFE, now), LeaseAction::Write);
+        assert_eq!(next_action(&seen(None, now), "a", LEASE_DURATION, now), LeaseAction::Write);
+        assert_eq!(next_action(&seen(Some(""), now), "a", LEASE_DURATION, now), LeaseAction::Write);
+        assert_eq!(
+            next_action(&ObservedLease { lease: None, since: now }, "a", LEASE_DURATION, now),
+            LeaseAction::Write
+        );
     }
 
     #[test]
-    fn our_own_lease_is_renewed_after_a_third_of_its_life() {
+    fn our_own_lease_is_renewed_after_a_third_of_its_duration() {
         let now = Instant::now();
-        assert_eq!(step(&seen(Some("a"), now), "a", LIFE, now), LeaseAction::Wait(now + LIFE / 3));
-        assert_eq!(step(&seen(Some("a"), now), "a", LIFE, now + LIFE / 3), LeaseAction::Write);
+        assert_eq!(
+            next_action(&seen(Some("a"), now), "a", LEASE_DURATION, now),
+            LeaseAction::Wait(now + LEASE_DURATION / 3)
+        );
+        assert_eq!(
+            next_action(&seen(Some("a"), now), "a", LEASE_DURATION, now + LEASE_DURATION / 3),
+            LeaseAction::Write
+        );
     }
 
     #[test]
-    fn anothers_lease_is_taken_only_when_it_did_not_change_for_its_whole_life() {
+    fn anothers_lease_is_taken_only_if_unchanged_for_its_whole_duration() {
         let now = Instant::now();
         let other = seen(Some("b"), now);
-        assert_eq!(step(&other, "a", LIFE, now + LIFE - Duration::from_millis(1)), LeaseAction::Wait(now + LIFE));
-        assert_eq!(step(&other, "a", LIFE, now + LIFE), LeaseAction::Write);
+        assert_eq!(
+            next_action(&other, "a", LEASE_DURATION, now + LEASE_DURATION - Duration::from_millis(1)),
+            LeaseAction::Wait(now + LEASE_DURATION)
+        );
+        assert_eq!(next_action(&other, "a", LEASE_DURATION, now + LEASE_DURATION), LeaseAction::Write);
     }
 
     #[test]
-    fn transitions_count_changes_of_holder_and_a_release_names_nobody() {
-        let first = with_holder(None, Some("a"), LIFE, Timestamp::UNIX_EPOCH);
-        let renewed = with_holder(Some(&first), Some("a"), LIFE, Timestamp::UNIX_EPOCH);
-        let released = with_holder(Some(&renewed), None, LIFE, Timestamp::UNIX_EPOCH);
-        let taken = with_holder(Some(&released), Some("b"), LIFE, Timestamp::UNIX_EPOCH);
+    fn transitions_count_holder_changes_and_a_release_clears_the_holder() {
+        let first = with_holder(None, Some("a"), LEASE_DURATION, Timestamp::UNIX_EPOCH);
+        let renewed = with_holder(Some(&first), Some("a"), LEASE_DURATION, Timestamp::UNIX_EPOCH);
+        let released = with_holder(Some(&renewed), None, LEASE_DURATION, Timestamp::UNIX_EPOCH);
+        let taken = with_holder(Some(&released), Some("b"), LEASE_DURATION, Timestamp::UNIX_EPOCH);
         let count = |lease: &Lease| lease.spec.as_ref().unwrap().lease_transitions;
         assert_eq!([&first, &renewed, &released, &taken].map(count), [Some(1), Some(1), Some(1), Some(2)]);
         assert_eq!(released.spec.unwrap().holder_identity, None);

@@ -1,4 +1,4 @@
-//! Kubernetes: clients, election, caches, events and writes.
+//! Kubernetes: clients, leader election, caches, events and writes.
 
 pub mod client;
 pub mod events;

@@ -1,4 +1,4 @@
-//! Writing objects so that a stale view cannot undo what happened since.
+//! Object writes with optimistic concurrency: a stale view cannot undo later changes.
 
 use std::fmt::Debug;
 
@@ -27,7 +27,7 @@ impl<K> Object for K where
 {
 }
 
-/// A request that the API server did not carry out.
+/// A request to the API server that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("{request}: {source}")]
 pub struct KubeError {
@@ -36,7 +36,7 @@ pub struct KubeError {
 }
 
 impl KubeError {
-    /// `request` says what could not be done: "cannot create the pod".
+    /// `request` describes the failure, such as "cannot create the pod".
     pub fn new(request: impl Into<String>) -> impl FnOnce(kube::Error) -> Self {
         |source| Self { request: request.into(), source }
     }
@@ -44,11 +44,11 @@ impl KubeError {
 
 type Result<T> = std::result::Result<T, KubeError>;
 
-/// Whether a write took place.
+/// Whether a write was applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Written {
     Yes,
-    /// The object is not as it was seen, or is gone: look again when the news comes.
+    /// The object has changed or was deleted; its watch event triggers the next reconcile.
     Stale,
 }
 
@@ -56,7 +56,7 @@ pub fn api<K: Object>(client: &Client, object: &K) -> Api<K> {
     Api::namespaced(client.clone(), &object.namespace().unwrap_or_default())
 }
 
-/// The status over exactly the version that was seen; nothing where nothing changed.
+/// Writes a changed status over exactly the observed version.
 pub async fn write_status<K: Object, S: Serialize + PartialEq>(
     client: &Client,
     object: &K,
@@ -66,10 +66,10 @@ pub async fn write_status<K: Object, S: Serialize + PartialEq>(
     if old == Some(new) {
         return Ok(Written::Yes);
     }
-    replace_status(client, object, new).await.map(told)
+    replace_status(client, object, new).await.map(written)
 }
 
-/// The status over exactly the version that was seen; gives the new version, or nothing where it was stale.
+/// Writes the status over exactly the observed version; returns the new version, or `None` if the object was stale.
 pub async fn replace_status<K: Object>(client: &Client, object: &K, new: &impl Serialize) -> Result<Option<K>> {
     let patch = json!({
         "apiVersion": K::api_version(&()), "kind": K::kind(&()),
@@ -85,19 +85,15 @@ pub fn has_finalizer<K: Object>(object: &K) -> bool {
     object.finalizers().iter().any(|finalizer| finalizer == FINALIZER)
 }
 
-pub async fn add_finalizer<K: Object>(client: &Client, object: &K) -> Result<Written> {
-    hold(client, object).await.map(told)
-}
-
-/// Adds the finalizer; gives the new version, or nothing where the object was stale.
-pub async fn hold<K: Object>(client: &Client, object: &K) -> Result<Option<K>> {
+/// Adds the finalizer; returns the new version, or `None` if the object was stale.
+pub async fn add_finalizer<K: Object>(client: &Client, object: &K) -> Result<Option<K>> {
     let finalizers = object.finalizers().iter().cloned().chain([FINALIZER.into()]).collect();
     set_finalizers(client, object, finalizers).await
 }
 
 pub async fn remove_finalizer<K: Object>(client: &Client, object: &K) -> Result<Written> {
     let finalizers = object.finalizers().iter().filter(|finalizer| *finalizer != FINALIZER).cloned().collect();
-    set_finalizers(client, object, finalizers).await.map(told)
+    set_finalizers(client, object, finalizers).await.map(written)
 }
 
 async fn set_finalizers<K: Object>(client: &Client, object: &K, finalizers: Vec<String>) -> Result<Option<K>> {
@@ -115,7 +111,7 @@ fn unless_stale<K>(outcome: kube::Result<K>) -> kube::Result<Option<K>> {
     }
 }
 
-fn told<K>(object: Option<K>) -> Written {
+fn written<K>(object: Option<K>) -> Written {
     if object.is_some() { Written::Yes } else { Written::Stale }
 }
 
@@ -124,7 +120,7 @@ fn cannot_write<K: Object>(what: &str, object: &K) -> String {
     format!("cannot write {what}{} {namespace}/{}", K::kind(&()), object.name_any())
 }
 
-/// Deletes by name; one that is gone is deleted.
+/// Deletes by name; not found is a success.
 pub async fn delete<K: Object>(api: &Api<K>, name: &str) -> Result<()> {
     match api.delete(name, &DeleteParams::default()).await {
         Ok(_) => Ok(()),
@@ -133,13 +129,13 @@ pub async fn delete<K: Object>(api: &Api<K>, name: &str) -> Result<()> {
     }
 }
 
-/// Whether the API server itself said no, and would again; not that it was busy or did not answer.
+/// Whether the API server rejected the request for good, as opposed to being busy or unreachable.
 pub fn is_refusal(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status) if matches!(status.code, 400 | 403 | 422))
 }
 
-/// Whether a pod is refused because its service account is missing, as in a new namespace for a moment. The words are those
-/// of the API server's ServiceAccount admission plugin (plugin/pkg/admission/serviceaccount/admission.go, v1.35.4).
+/// Whether a pod is refused because its service account does not exist yet, as in a new namespace. The message is that
+/// of the ServiceAccount admission plugin (plugin/pkg/admission/serviceaccount/admission.go, v1.35.4).
 pub fn lacks_service_account(error: &kube::Error) -> bool {
     matches!(error, kube::Error::Api(status)
         if status.code == 403 && status.message.contains("error looking up service account"))
@@ -152,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_service_account_is_told_from_other_refusals() {
+    fn a_missing_service_account_differs_from_other_refusals() {
         let answer = |code, message: &str| kube::Error::Api(Status::failure(message, "").with_code(code).boxed());
         for (code, message) in
             [(403, "pods \"a\" is forbidden: exceeded quota"), (422, "spec.containers: Required value")]

@@ -1,4 +1,4 @@
-//! Who has something to look at: names wait here until their reader comes, each once, however often they are told.
+//! Coalescing queue: deduplicates keys until its reader drains them.
 
 use std::{
     collections::HashSet,
@@ -10,39 +10,39 @@ use std::{
 use futures::{Stream, StreamExt, stream};
 use tokio::sync::Notify;
 
-/// For one reader.
+/// Supports a single reader.
 pub struct ChangeQueue<K> {
-    waiting: Mutex<HashSet<K>>,
-    told: Notify,
+    pending: Mutex<HashSet<K>>,
+    enqueued: Notify,
 }
 
 impl<K> Default for ChangeQueue<K> {
     fn default() -> Self {
-        Self { waiting: Mutex::default(), told: Notify::new() }
+        Self { pending: Mutex::default(), enqueued: Notify::new() }
     }
 }
 
 impl<K: Hash + Eq + Send + 'static> ChangeQueue<K> {
-    pub fn tell(&self, name: K) {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).insert(name);
-        self.told.notify_one();
+    pub fn enqueue(&self, key: K) {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner).insert(key);
+        self.enqueued.notify_one();
     }
 
-    /// What is told from now on, in batches that gather for as long as `window`.
+    /// Pending keys in batches. Each batch collects for `window` after the first key.
     pub fn batches(self: &Arc<Self>, window: Duration) -> impl Stream<Item = HashSet<K>> + Send + use<K> {
-        stream::unfold(self.clone(), move |news| async move {
+        stream::unfold(self.clone(), move |queue| async move {
             loop {
-                news.told.notified().await;
+                queue.enqueued.notified().await;
                 tokio::time::sleep(window).await;
-                let batch = std::mem::take(&mut *news.waiting.lock().unwrap_or_else(PoisonError::into_inner));
+                let batch = std::mem::take(&mut *queue.pending.lock().unwrap_or_else(PoisonError::into_inner));
                 if !batch.is_empty() {
-                    return Some((batch, news));
+                    return Some((batch, queue));
                 }
             }
         })
     }
 
-    /// The same, one by one.
+    /// The keys of [`Self::batches`], one by one.
     pub fn stream(self: &Arc<Self>, window: Duration) -> impl Stream<Item = K> + Send + use<K> {
         self.batches(window).flat_map(stream::iter)
     }
@@ -53,12 +53,12 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_told_often_comes_once_and_what_comes_later_comes_again() {
-        let news = Arc::new(ChangeQueue::default());
-        let mut batches = Box::pin(news.batches(Duration::from_millis(1)));
-        ["a", "b", "a"].into_iter().for_each(|name| news.tell(name));
+    async fn a_key_is_deduplicated_until_drained_and_then_enqueued_again() {
+        let queue = Arc::new(ChangeQueue::default());
+        let mut batches = Box::pin(queue.batches(Duration::from_millis(1)));
+        ["a", "b", "a"].into_iter().for_each(|key| queue.enqueue(key));
         assert_eq!(batches.next().await, Some(HashSet::from(["a", "b"])));
-        news.tell("a");
+        queue.enqueue("a");
         assert_eq!(batches.next().await, Some(HashSet::from(["a"])));
     }
 }

@@ -1,4 +1,4 @@
-//! Every instance by id, and found by what is asked for: its pool, its claim, and when its agent is next looked at.
+//! Instances by id, indexed by pool, by claim, and by the next poll of their agent.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -6,15 +6,15 @@ use std::{
 };
 
 use jiff::{SignedDuration, Timestamp};
-use paddock_core::ec2::machine::{AgentReport, Machine, look_again};
+use paddock_core::ec2::machine::{AgentReport, Machine, report_poll_delay};
 use paddock_record::State;
 
-use crate::aws::dynamodb::Look;
+use crate::aws::dynamodb::ReportQuery;
 
-/// A heartbeat of this age has a successor by now.
-const BEAT_AGE: SignedDuration = SignedDuration::from_secs(5);
-/// Looks that are due so soon are taken along with those that are due now.
-const TOGETHER: Duration = Duration::from_millis(5);
+/// Agents send a heartbeat every 5 s, so an older one has been replaced.
+const HEARTBEAT_REFRESH_AGE: SignedDuration = SignedDuration::from_secs(5);
+/// Polls that are due within this window are sent together.
+const POLL_BATCH_WINDOW: Duration = Duration::from_millis(5);
 
 #[derive(Default)]
 pub struct LedgerIndex {
@@ -22,7 +22,7 @@ pub struct LedgerIndex {
     pools: HashMap<String, BTreeSet<String>>,
     /// By pool and name.
     claims: HashMap<(String, String), BTreeSet<String>>,
-    /// Those whose next step hangs on their agent.
+    /// Instances whose next transition depends on their agent.
     awaited: HashMap<String, Awaited>,
 }
 
@@ -50,80 +50,85 @@ impl LedgerIndex {
         ids.into_iter().flatten().filter_map(|id| self.all.get(id))
     }
 
-    /// Enters an instance, or what has become of it.
-    pub fn put(&mut self, tracked: Machine, now: Instant) {
-        let id = tracked.record.instance_id.clone();
+    /// Inserts or replaces an instance.
+    pub fn put(&mut self, machine: Machine, now: Instant) {
+        let id = machine.record.instance_id.clone();
         let old = self.take(&id);
-        let unchanged = old.as_ref().is_some_and(|(old, _)| old.record == tracked.record);
-        let (pool, claim) = (tracked.record.pool.clone(), tracked.record.claim.clone());
+        let unchanged = old.as_ref().is_some_and(|(old, _)| old.record == machine.record);
+        let (pool, claim) = (machine.record.pool.clone(), machine.record.claim.clone());
         self.pools.entry(pool.clone()).or_default().insert(id.clone());
         if !claim.is_empty() {
             self.claims.entry((pool, claim)).or_default().insert(id.clone());
         }
-        if tracked.awaits_agent() {
-            let anew = Awaited { since: now, next: now + look_again(Duration::ZERO, self.awaited.len()) };
-            let awaited = old.and_then(|(_, awaited)| awaited).filter(|_| unchanged).unwrap_or(anew);
+        if machine.awaits_agent() {
+            let new_wait = Awaited { since: now, next: now + report_poll_delay(Duration::ZERO, self.awaited.len()) };
+            let awaited = old.and_then(|(_, awaited)| awaited).filter(|_| unchanged).unwrap_or(new_wait);
             self.awaited.insert(id.clone(), awaited);
         }
-        self.all.insert(id, tracked);
+        self.all.insert(id, machine);
     }
 
     pub fn remove(&mut self, id: &str) -> Option<Machine> {
-        self.take(id).map(|(tracked, _)| tracked)
+        self.take(id).map(|(machine, _)| machine)
     }
 
     fn take(&mut self, id: &str) -> Option<(Machine, Option<Awaited>)> {
-        let tracked = self.all.remove(id)?;
-        let (pool, claim) = (tracked.record.pool.clone(), tracked.record.claim.clone());
+        let machine = self.all.remove(id)?;
+        let (pool, claim) = (machine.record.pool.clone(), machine.record.claim.clone());
         discard(&mut self.pools, &pool, id);
         discard(&mut self.claims, &(pool, claim), id);
-        Some((tracked, self.awaited.remove(id)))
+        Some((machine, self.awaited.remove(id)))
     }
 
-    /// The agents that are to be looked at now.
-    pub fn due(&self, now: Instant) -> Vec<Look> {
-        let due = self.awaited.iter().filter(|(_, awaited)| awaited.next <= now + TOGETHER);
+    /// The agents to poll now.
+    pub fn due(&self, now: Instant) -> Vec<ReportQuery> {
+        let due = self.awaited.iter().filter(|(_, awaited)| awaited.next <= now + POLL_BATCH_WINDOW);
         let stale = |report: &AgentReport| {
-            let old = Timestamp::now() - BEAT_AGE;
+            let old = Timestamp::now() - HEARTBEAT_REFRESH_AGE;
             report.heartbeat.as_ref().is_none_or(|beat| beat.updated_at < old || beat.public_key.is_none())
         };
-        let look = |id: &String| Some(Look { id: id.clone(), heartbeat: stale(&self.all.get(id)?.report) });
-        due.filter_map(|(id, _)| look(id)).collect()
+        let query = |id: &String| Some(ReportQuery { id: id.clone(), heartbeat: stale(&self.all.get(id)?.report) });
+        due.filter_map(|(id, _)| query(id)).collect()
     }
 
-    /// Whether a claim waits for a machine of the pool.
+    /// Whether a claim waits for an instance from the pool.
     pub fn is_claiming(&self) -> bool {
-        let claimed = |id: &String| self.all.get(id).is_some_and(|tracked| tracked.record.state == State::Claimed);
+        let claimed = |id: &String| self.all.get(id).is_some_and(|machine| machine.record.state == State::Claimed);
         self.awaited.keys().any(claimed)
     }
 
-    /// When the next look is due, if anybody waits.
-    pub fn next_look(&self) -> Option<Instant> {
+    /// When the next poll is due; none if no agent is awaited.
+    pub fn next_poll(&self) -> Option<Instant> {
         self.awaited.values().map(|awaited| awaited.next).min()
     }
 
-    /// Takes note of what a look brought; gives the instances of which there is news. A mere beat is none: only its
-    /// absence is, and that is judged when its time is up.
-    pub fn looked(&mut self, looks: &[Look], mut report: HashMap<String, AgentReport>, now: Instant) -> Vec<Machine> {
-        let (mut news, awaited) = (Vec::new(), self.awaited.len());
-        for look in looks {
-            let Some(tracked) = self.all.get_mut(&look.id) else { continue };
-            let found = report.remove(&look.id).unwrap_or_default();
+    /// Stores the polled reports and returns the instances with a new signal or key. A heartbeat alone is not a change:
+    /// only a missing one matters, and that is checked at the timeout.
+    pub fn update(
+        &mut self,
+        queries: &[ReportQuery],
+        mut reports: HashMap<String, AgentReport>,
+        now: Instant,
+    ) -> Vec<Machine> {
+        let (mut changed, awaited) = (Vec::new(), self.awaited.len());
+        for query in queries {
+            let Some(machine) = self.all.get_mut(&query.id) else { continue };
+            let found = reports.remove(&query.id).unwrap_or_default();
             let key = |report: &AgentReport| report.heartbeat.as_ref().map(|beat| beat.public_key.clone());
-            let new_key = look.heartbeat && key(&tracked.report) != key(&found);
-            let new_signal = tracked.report.signal != found.signal;
-            tracked.report.signal = found.signal;
-            if look.heartbeat {
-                (tracked.report.heartbeat, tracked.read_at) = (found.heartbeat, Timestamp::now());
+            let new_key = query.heartbeat && key(&machine.report) != key(&found);
+            let new_signal = machine.report.signal != found.signal;
+            machine.report.signal = found.signal;
+            if query.heartbeat {
+                (machine.report.heartbeat, machine.read_at) = (found.heartbeat, Timestamp::now());
             }
             if new_key || new_signal {
-                news.push(tracked.clone());
+                changed.push(machine.clone());
             }
-            if let Some(look) = self.awaited.get_mut(&look.id) {
-                look.next = now + look_again(now.duration_since(look.since), awaited);
+            if let Some(poll) = self.awaited.get_mut(&query.id) {
+                poll.next = now + report_poll_delay(now.duration_since(poll.since), awaited);
             }
         }
-        news
+        changed
     }
 }
 
@@ -144,63 +149,63 @@ mod tests {
     use super::*;
 
     fn held(id: &str, claim: &str, state: State) -> Machine {
-        let mut tracked = tracked(record(id, state, "7", at(0)));
-        tracked.record.claim = claim.into();
-        tracked
+        let mut machine = tracked(record(id, state, "7", at(0)));
+        machine.record.claim = claim.into();
+        machine
     }
 
     fn ids<'a>(found: impl Iterator<Item = &'a Machine>) -> Vec<&'a str> {
-        found.map(|tracked| tracked.record.instance_id.as_str()).collect()
+        found.map(|machine| machine.record.instance_id.as_str()).collect()
     }
 
     #[test]
-    fn an_instance_is_found_by_the_claim_that_has_it_now_and_by_no_other() {
-        let (mut known, now) = (LedgerIndex::default(), Instant::now());
+    fn an_instance_is_indexed_by_its_current_claim_only() {
+        let (mut index, now) = (LedgerIndex::default(), Instant::now());
         for (id, claim) in [("i-2", "a"), ("i-1", "a"), ("i-3", "b"), ("i-2", "b"), ("i-3", "")] {
-            known.put(held(id, claim, State::Running), now);
+            index.put(held(id, claim, State::Running), now);
         }
-        assert_eq!(ids(known.of_claim("ci/linux", "a")), ["i-1"]);
-        assert_eq!(ids(known.of_claim("ci/linux", "b")), ["i-2"]);
-        assert_eq!(ids(known.of_pool("ci/linux")), ["i-1", "i-2", "i-3"]);
-        assert!(known.remove("i-1").is_some() && known.remove("i-1").is_none());
-        assert!(ids(known.of_claim("ci/linux", "a")).is_empty());
-        assert_eq!(ids(known.of_pool("ci/linux")), ["i-2", "i-3"]);
+        assert_eq!(ids(index.of_claim("ci/linux", "a")), ["i-1"]);
+        assert_eq!(ids(index.of_claim("ci/linux", "b")), ["i-2"]);
+        assert_eq!(ids(index.of_pool("ci/linux")), ["i-1", "i-2", "i-3"]);
+        assert!(index.remove("i-1").is_some() && index.remove("i-1").is_none());
+        assert!(ids(index.of_claim("ci/linux", "a")).is_empty());
+        assert_eq!(ids(index.of_pool("ci/linux")), ["i-2", "i-3"]);
     }
 
     #[test]
-    fn only_those_that_are_waited_for_are_looked_at_and_the_longer_the_less_often() {
-        let (mut known, start) = (LedgerIndex::default(), Instant::now());
-        known.put(held("i-1", "a", State::Running), start);
-        assert!(known.next_look().is_none(), "a settled system reads nothing");
-        known.put(held("i-2", "a", State::Claimed), start);
-        assert!(known.due(start).is_empty());
-        let mut looks = Vec::new();
-        while looks.last().is_none_or(|last: &Instant| last.duration_since(start) < Duration::from_secs(5)) {
-            let at = known.next_look().unwrap();
-            let due = known.due(at);
-            assert_eq!(due, [Look { id: "i-2".into(), heartbeat: true }]);
-            known.looked(&due, HashMap::new(), at);
-            looks.push(at);
+    fn only_awaited_agents_are_polled_and_less_often_over_time() {
+        let (mut index, start) = (LedgerIndex::default(), Instant::now());
+        index.put(held("i-1", "a", State::Running), start);
+        assert!(index.next_poll().is_none(), "a settled system reads nothing");
+        index.put(held("i-2", "a", State::Claimed), start);
+        assert!(index.due(start).is_empty());
+        let mut polls = Vec::new();
+        while polls.last().is_none_or(|last: &Instant| last.duration_since(start) < Duration::from_secs(5)) {
+            let at = index.next_poll().unwrap();
+            let due = index.due(at);
+            assert_eq!(due, [ReportQuery { id: "i-2".into(), heartbeat: true }]);
+            index.update(&due, HashMap::new(), at);
+            polls.push(at);
         }
-        let pauses: Vec<_> = looks.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let pauses: Vec<_> = polls.windows(2).map(|pair| pair[1] - pair[0]).collect();
         assert!(pauses.is_sorted() && pauses[0] <= Duration::from_millis(60), "{pauses:?}");
         assert!(pauses.iter().all(|pause| *pause <= Duration::from_millis(200)), "seen within 250 ms: {pauses:?}");
-        known.put(held("i-2", "a", State::Running), start);
-        assert!(known.next_look().is_none());
+        index.put(held("i-2", "a", State::Running), start);
+        assert!(index.next_poll().is_none());
     }
 
     #[test]
-    fn a_signal_and_a_first_key_are_news_and_a_beat_is_not() {
-        let (mut known, now) = (LedgerIndex::default(), Instant::now());
-        known.put(held("i-1", "a", State::Claimed), now);
-        let both = [Look { id: "i-1".into(), heartbeat: true }];
+    fn a_signal_and_a_first_key_are_changes_and_a_heartbeat_is_not() {
+        let (mut index, now) = (LedgerIndex::default(), Instant::now());
+        index.put(held("i-1", "a", State::Claimed), now);
+        let both = [ReportQuery { id: "i-1".into(), heartbeat: true }];
         let with = |heartbeat, signal| HashMap::from([("i-1".to_owned(), AgentReport { heartbeat, signal })]);
-        assert_eq!(known.looked(&both, with(Some(beat(at(1))), None), now).len(), 1);
-        assert_eq!(known.looked(&both, with(Some(beat(at(2))), None), now).len(), 0);
+        assert_eq!(index.update(&both, with(Some(beat(at(1))), None), now).len(), 1);
+        assert_eq!(index.update(&both, with(Some(beat(at(2))), None), now).len(), 0);
         let signal = Some(said(Signal::Registered, "7"));
-        let one = [Look { id: "i-1".into(), heartbeat: false }];
-        assert_eq!(known.looked(&one, with(None, signal.clone()), now).len(), 1);
-        assert_eq!(known.looked(&one, with(None, signal), now).len(), 0);
-        assert!(known.get("i-1").unwrap().report.heartbeat.is_some(), "what was not asked for is not forgotten");
+        let one = [ReportQuery { id: "i-1".into(), heartbeat: false }];
+        assert_eq!(index.update(&one, with(None, signal.clone()), now).len(), 1);
+        assert_eq!(index.update(&one, with(None, signal), now).len(), 0);
+        assert!(index.get("i-1").unwrap().report.heartbeat.is_some(), "a heartbeat that was not queried is kept");
     }
 }

@@ -1,8 +1,8 @@
-//! What is known of every instance: the table, kept in memory while this replica leads.
+//! The ledger: an in-memory copy of the table, kept while this replica leads.
 //!
-//! The leader alone writes `INSTANCE` records, so its own writes keep the ledger true; a full read from time to time
-//! corrects whatever a predecessor did late. What agents write is read for exactly those instances that somebody
-//! waits for, all in one batch, so a settled system reads nothing.
+//! Only the leader writes `INSTANCE` records, so its own writes keep the ledger current. A periodic reload picks up
+//! late writes of a previous leader. Agent reports are polled in batches, only for instances whose next transition
+//! depends on them, so a settled system reads nothing.
 
 mod change_queue;
 mod index;
@@ -33,36 +33,36 @@ use crate::aws::{
     dynamodb::{MOVES_PER_WRITE, Records, WriteOutcome},
 };
 
-/// After a failed read: the store is in trouble, more reads do not help it.
-const BACKOFF: Duration = Duration::from_secs(2);
+/// Delay after a failed poll of agent reports.
+const POLL_BACKOFF: Duration = Duration::from_secs(2);
 
-/// How long an agent without a record must have been silent before what it wrote is removed: longer than a machine takes
-/// to get its record, or to go down.
+/// Minimum age of an agent report without an instance record before it is deleted. It is longer than a machine takes to
+/// get its record or to shut down.
 const LEFTOVER_AGE: SignedDuration = SignedDuration::from_mins(10);
 
-/// A record of this age may have been written while pages were being read that do not have it.
-const YOUNG: SignedDuration = SignedDuration::from_mins(1);
+/// A reload keeps younger records that it did not find: they may have been written after their page was read.
+const RELOAD_GRACE: SignedDuration = SignedDuration::from_mins(1);
 
-/// How long news of agents gather before a pool looks: one look serves many.
+/// How long agent reports are batched before their pool is reconciled.
 const POOL_WINDOW: Duration = Duration::from_millis(10);
-/// How long moves of claims gather before a pool counts again.
+/// How long other changes are batched before their pool's counts are updated.
 const COUNT_WINDOW: Duration = Duration::from_secs(1);
-/// How long changes gather before Workers show them, so that one that changes twice in a moment is written once.
+/// How long changes are batched before Workers are updated, so that two quick changes cause one write.
 pub const WORKER_WINDOW: Duration = Duration::from_millis(200);
 
 pub struct Ledger {
     pub records: Records,
-    known: Mutex<LedgerIndex>,
-    /// Claims, by pool and name, whose machines changed.
+    index: Mutex<LedgerIndex>,
+    /// Claims, by pool and name, whose instances changed.
     claims: Arc<ChangeQueue<(String, String)>>,
-    /// Pools whose own machines have an agent with something to say, and those whose numbers changed.
+    /// Pools with new reports of unclaimed instances, and pools whose counts changed.
     pools: Arc<ChangeQueue<String>>,
     counts: Arc<ChangeQueue<String>>,
     /// Instances that changed.
     workers: Arc<ChangeQueue<String>>,
-    /// Told of all that becomes known.
-    news: watch::Sender<()>,
-    waiting: Notify,
+    /// Notified of every change.
+    changed: watch::Sender<()>,
+    poll_wakeup: Notify,
     loaded: OnceCell<()>,
 }
 
@@ -70,76 +70,76 @@ impl Ledger {
     pub fn new(records: Records) -> Self {
         Self {
             records,
-            known: Mutex::default(),
+            index: Mutex::default(),
             claims: Arc::default(),
             pools: Arc::default(),
             counts: Arc::default(),
             workers: Arc::default(),
-            news: watch::Sender::default(),
-            waiting: Notify::new(),
+            changed: watch::Sender::default(),
+            poll_wakeup: Notify::new(),
             loaded: OnceCell::new(),
         }
     }
 
-    fn known(&self) -> MutexGuard<'_, LedgerIndex> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn index(&self) -> MutexGuard<'_, LedgerIndex> {
+        self.index.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn get(&self, id: &str) -> Option<Machine> {
-        self.known().get(id).cloned()
+        self.index().get(id).cloned()
     }
 
     pub fn all(&self) -> Vec<Machine> {
-        self.known().all().cloned().collect()
+        self.index().all().cloned().collect()
     }
 
     pub fn of_pool(&self, pool: &PoolKey) -> Vec<Machine> {
-        self.known().of_pool(&pool.to_string()).cloned().collect()
+        self.index().of_pool(&pool.to_string()).cloned().collect()
     }
 
     pub fn of_claim(&self, pool: &PoolKey, claim: &str) -> Vec<Machine> {
-        self.known().of_claim(&pool.to_string(), claim).cloned().collect()
+        self.index().of_claim(&pool.to_string(), claim).cloned().collect()
     }
 
-    /// The instances of a pool that are as `wanted`.
+    /// The instances of a pool that match `wanted`.
     pub fn find(&self, pool: &PoolKey, wanted: impl Fn(&Machine) -> bool) -> Vec<Machine> {
-        self.known().of_pool(&pool.to_string()).filter(|tracked| wanted(tracked)).cloned().collect()
+        self.index().of_pool(&pool.to_string()).filter(|machine| wanted(machine)).cloned().collect()
     }
 
-    /// Changes with all that becomes known, for those who wait a moment for something.
-    pub fn news(&self) -> watch::Receiver<()> {
-        self.news.subscribe()
+    /// Notifies of every change in the ledger.
+    pub fn changes(&self) -> watch::Receiver<()> {
+        self.changed.subscribe()
     }
 
-    /// Claims, by pool and name, whose machines have changed. For one reader, as the others.
+    /// Claims, by pool and name, whose instances changed. Like the other streams it supports a single reader.
     pub fn changed_claims(&self) -> impl Stream<Item = (PoolKey, String)> + Send + use<> {
         let parse = |(pool, claim): (String, String)| ready(PoolKey::parse(&pool).map(|pool| (pool, claim)));
         self.claims.stream(Duration::ZERO).filter_map(parse)
     }
 
-    /// Pools that have something to do or to count.
+    /// Pools to reconcile.
     pub fn changed_pools(&self) -> impl Stream<Item = PoolKey> + Send + use<> {
         let changed = stream::select(self.pools.stream(POOL_WINDOW), self.counts.stream(COUNT_WINDOW));
         changed.filter_map(|pool| ready(PoolKey::parse(&pool)))
     }
 
-    /// Instances that have changed, or are gone.
+    /// Instances that were changed or removed.
     pub fn changed_instances(&self) -> impl Stream<Item = HashSet<String>> + Send + use<> {
         self.workers.batches(WORKER_WINDOW)
     }
 
-    /// Whether a claim waits for machines of the pool to answer.
+    /// Whether a claim waits for an instance from the pool.
     pub fn is_claiming(&self) -> bool {
-        self.known().is_claiming()
+        self.index().is_claiming()
     }
 
-    /// Has the Worker of an instance looked at.
-    pub fn show(&self, id: &str) {
-        self.workers.tell(id.to_owned());
+    /// Enqueues the Worker of an instance.
+    pub fn enqueue_worker(&self, id: &str) {
+        self.workers.enqueue(id.to_owned());
     }
 
-    /// Reads everything for the first time, once the table is there; false while it is being created. Until then
-    /// nothing is known of any instance, so nobody may conclude that there is none.
+    /// Loads the ledger once; false while the table is being created. Until then, an instance that the ledger does not
+    /// have may still exist.
     pub async fn load(&self) -> Result<bool, AwsError> {
         if !self.loaded.initialized() {
             if !self.records.ensure_table().await? {
@@ -150,7 +150,7 @@ impl Ledger {
         Ok(true)
     }
 
-    /// As [`Self::load`], and makes the table anew should it be gone.
+    /// Like [`Self::load`], and recreates the table if it was deleted.
     pub async fn ensure(&self) -> Result<bool, AwsError> {
         Ok(self.load().await? && self.records.ensure_table().await?)
     }
@@ -159,60 +159,60 @@ impl Ledger {
         self.loaded.initialized()
     }
 
-    /// Reads everything anew, and removes what agents of ended instances left behind.
+    /// Reloads all records and deletes leftover reports of terminated instances.
     pub async fn reload(&self) -> Result<(), AwsError> {
-        let (instances, mut report) = tokio::try_join!(self.records.instances(), self.records.all_reports())?;
-        let (now, young) = (Instant::now(), Timestamp::now() - YOUNG);
+        let (instances, mut reports) = tokio::try_join!(self.records.instances(), self.records.all_reports())?;
+        let (now, grace_start) = (Instant::now(), Timestamp::now() - RELOAD_GRACE);
         let mut touched = Vec::new();
         {
-            let mut known = self.known();
-            let mut gone: HashSet<_> = known.all().map(|tracked| tracked.record.instance_id.clone()).collect();
+            let mut index = self.index();
+            let mut gone: HashSet<_> = index.all().map(|machine| machine.record.instance_id.clone()).collect();
             for record in instances {
-                let found = report.remove(&record.instance_id).unwrap_or_default();
+                let found = reports.remove(&record.instance_id).unwrap_or_default();
                 gone.remove(&record.instance_id);
                 let fresh = Machine { report: found, record, read_at: Timestamp::now() };
-                let tracked = match known.get(&fresh.record.instance_id) {
+                let machine = match index.get(&fresh.record.instance_id) {
                     Some(ours) => newest(ours.clone(), fresh),
                     None => fresh,
                 };
-                touched.push(tracked.record.clone());
-                known.put(tracked, now);
+                touched.push(machine.record.clone());
+                index.put(machine, now);
             }
             for id in gone {
-                // Unless it was entered while the pages were being read.
-                if known.get(&id).is_some_and(|tracked| tracked.record.updated_at <= young) {
-                    touched.extend(known.remove(&id).map(|tracked| tracked.record));
+                // It may have been inserted during the reload.
+                if index.get(&id).is_some_and(|machine| machine.record.updated_at <= grace_start) {
+                    touched.extend(index.remove(&id).map(|machine| machine.record));
                 }
             }
         }
-        touched.iter().for_each(|record| self.tell(record));
-        self.waiting.notify_one();
-        self.clear_leftovers(report).await
+        touched.iter().for_each(|record| self.record_changed(record));
+        self.poll_wakeup.notify_one();
+        self.delete_leftovers(reports).await
     }
 
-    /// An agent may write until its machine is off. Whose record is gone and who has been silent for long is.
-    async fn clear_leftovers(&self, report: HashMap<String, AgentReport>) -> Result<(), AwsError> {
-        let silent_since = Timestamp::now() - LEFTOVER_AGE;
-        for (id, report) in report {
+    /// Deletes reports without an instance record. An agent may write until its machine is off, so only old ones go.
+    async fn delete_leftovers(&self, reports: HashMap<String, AgentReport>) -> Result<(), AwsError> {
+        let oldest_kept = Timestamp::now() - LEFTOVER_AGE;
+        for (id, report) in reports {
             let beat = report.heartbeat.map(|beat| beat.updated_at);
             let last = beat.max(report.signal.map(|signal| signal.updated_at));
-            if last.is_none_or(|last| last < silent_since) && self.get(&id).is_none() {
+            if last.is_none_or(|last| last < oldest_kept) && self.get(&id).is_none() {
                 self.records.forget_report(&id).await?;
             }
         }
         Ok(())
     }
 
-    /// Stores transitions, many at once and each under its own condition. What could not be done for want of AWS is the
-    /// error; whatever was done is known.
+    /// Stores transitions in batches, each under its own condition. If a batch fails with an AWS error, the ledger
+    /// still has the results of the others.
     pub async fn apply(&self, transitions: Vec<Transition>) -> Result<Vec<WriteOutcome>, AwsError> {
         let writes = transitions.chunks(MOVES_PER_WRITE).map(async |transitions| {
             let outcomes = self.records.apply(transitions).await?;
             for (outcome, transition) in outcomes.iter().zip(transitions) {
-                self.settle(outcome);
+                self.store_outcome(outcome);
                 if let Some(seen) = transition.seen() {
                     self.drop_vanished(seen, outcome);
-                    self.tell_former(seen, transition.next());
+                    self.notify_previous_claim(seen, transition.next());
                 }
             }
             Ok(outcomes)
@@ -221,102 +221,102 @@ impl Ledger {
         Ok(outcomes?.into_iter().flatten().collect())
     }
 
-    /// Removes an ended instance for good.
+    /// Deletes the record of a terminated instance.
     pub async fn forget(&self, id: &str) -> Result<(), AwsError> {
         self.records.forget(id).await?;
-        let forgotten = self.known().remove(id);
-        forgotten.iter().for_each(|tracked| self.tell(&tracked.record));
+        let forgotten = self.index().remove(id);
+        forgotten.iter().for_each(|machine| self.record_changed(&machine.record));
         Ok(())
     }
 
-    fn settle(&self, outcome: &WriteOutcome) {
+    fn store_outcome(&self, outcome: &WriteOutcome) {
         if let WriteOutcome::Won(record) | WriteOutcome::Lost(Some(record)) = outcome {
-            let mut known = self.known();
-            let (report, read_at) = match known.get(&record.instance_id) {
-                Some(tracked) => (tracked.report.clone(), tracked.read_at),
+            let mut index = self.index();
+            let (report, read_at) = match index.get(&record.instance_id) {
+                Some(machine) => (machine.report.clone(), machine.read_at),
                 None => (AgentReport::default(), Timestamp::now()),
             };
-            known.put(Machine { record: record.clone(), report, read_at }, Instant::now());
-            drop(known);
-            self.tell(record);
-            self.waiting.notify_one();
+            index.put(Machine { record: record.clone(), report, read_at }, Instant::now());
+            drop(index);
+            self.record_changed(record);
+            self.poll_wakeup.notify_one();
         }
     }
 
-    /// Somebody has removed the record: there is nothing more to be done with it.
+    /// Drops an instance whose record was deleted by another writer.
     fn drop_vanished(&self, seen: &Instance, outcome: &WriteOutcome) {
         if *outcome == WriteOutcome::Lost(None) {
-            self.known().remove(&seen.instance_id);
-            self.tell(seen);
+            self.index().remove(&seen.instance_id);
+            self.record_changed(seen);
         }
     }
 
-    /// The claim that had an instance hears that it is gone.
-    fn tell_former(&self, seen: &Instance, next: &Instance) {
+    /// Enqueues the claim that a transition took the instance from.
+    fn notify_previous_claim(&self, seen: &Instance, next: &Instance) {
         if seen.claim != next.claim && !seen.claim.is_empty() {
-            self.claims.tell((seen.pool.clone(), seen.claim.clone()));
+            self.claims.enqueue((seen.pool.clone(), seen.claim.clone()));
         }
     }
 
-    fn tell(&self, record: &Instance) {
-        self.news.send_replace(());
-        self.counts.tell(record.pool.clone());
-        self.workers.tell(record.instance_id.clone());
+    fn record_changed(&self, record: &Instance) {
+        self.changed.send_replace(());
+        self.counts.enqueue(record.pool.clone());
+        self.workers.enqueue(record.instance_id.clone());
         if !record.claim.is_empty() {
-            self.claims.tell((record.pool.clone(), record.claim.clone()));
+            self.claims.enqueue((record.pool.clone(), record.claim.clone()));
         }
     }
 
-    /// Reads what awaited agents write, until `stop`; sleeps while nobody waits for one.
+    /// Polls the reports of awaited agents until `stop`; sleeps while none is awaited.
     pub async fn listen(&self, stop: CancellationToken) {
         loop {
             if stop.is_cancelled() {
                 return;
             }
-            let looks = self.known().due(Instant::now());
-            let pause = if looks.is_empty() {
-                self.known().next_look()
+            let queries = self.index().due(Instant::now());
+            let next = if queries.is_empty() {
+                self.index().next_poll()
             } else {
-                match self.records.report(&looks).await {
-                    Ok(report) => {
-                        let news = self.known().looked(&looks, report, Instant::now());
-                        news.iter().for_each(|tracked| self.hear(tracked));
+                match self.records.report(&queries).await {
+                    Ok(reports) => {
+                        let changed = self.index().update(&queries, reports, Instant::now());
+                        changed.iter().for_each(|machine| self.report_changed(machine));
                         continue;
                     }
                     Err(error) => {
-                        tracing::warn!(%error, "agents cannot be heard");
-                        Some(Instant::now() + BACKOFF)
+                        tracing::warn!(%error, "agent report poll failed");
+                        Some(Instant::now() + POLL_BACKOFF)
                     }
                 }
             };
             let due = async {
-                match pause {
+                match next {
                     Some(at) => tokio::time::sleep_until(at.into()).await,
                     None => std::future::pending().await,
                 }
             };
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = self.waiting.notified() => {}
+                () = self.poll_wakeup.notified() => {}
                 () = due => {}
             }
         }
     }
 
-    /// An agent has said something new.
-    fn hear(&self, tracked: &Machine) {
-        let record = &tracked.record;
+    /// Notifies of a new agent report.
+    fn report_changed(&self, machine: &Machine) {
+        let record = &machine.record;
         if record.state != State::Terminated {
-            self.tell(record);
-            // Nobody but its pool moves it on.
+            self.record_changed(record);
+            // Without a run, the pool reconciles the instance.
             if record.run_id.is_empty() {
-                self.pools.tell(record.pool.clone());
+                self.pools.enqueue(record.pool.clone());
             }
         }
     }
 }
 
-/// What came later of both: a write of ours, or a look at an agent, may have ended while pages were being read.
+/// The newer record and signal of both: a write or a poll may have completed during the reload.
 fn newest(ours: Machine, read: Machine) -> Machine {
     let signal = |report: &AgentReport| report.signal.as_ref().map(|signal| signal.updated_at);
     let newer = signal(&ours.report) > signal(&read.report);

@@ -1,4 +1,4 @@
-//! What a person needs to find the cause of a failure after the pod is gone.
+//! Collects what is needed to diagnose a failure after the pod is deleted.
 
 use k8s_openapi::api::events::v1::Event;
 use kube::{
@@ -11,13 +11,13 @@ use paddock_core::{
 };
 use secrecy::{ExposeSecret, SecretString};
 
-use super::Life;
+use super::Work;
 
-/// As many events about a pod are kept, the latest of them.
-const EVENTS: usize = 16;
+/// Events kept per pod, the latest ones.
+const MAX_EVENTS: usize = 16;
 
-impl Life<'_> {
-    /// The failure with the pod's events and the end of its log. What cannot be read is left out: the failure matters more.
+impl Work<'_> {
+    /// Adds the pod's events and the end of its log to the failure. Reading them is best effort.
     pub async fn diagnose(&self, failure: Failure) -> Failure {
         if self.pod.is_none() {
             return failure;
@@ -32,27 +32,27 @@ impl Life<'_> {
         let about = ListParams::default().fields(&format!("regarding.kind=Pod,regarding.name={}", self.name));
         let Ok(found) = api.list(&about).await else { return vec![] };
         let of_pod = |event: &Event| event.regarding.as_ref().and_then(|pod| pod.uid.as_deref()) == Some(uid);
-        let mut events: Vec<_> = found.items.iter().filter(|event| of_pod(event)).map(seen).collect();
+        let mut events: Vec<_> = found.items.iter().filter(|event| of_pod(event)).map(pod_event).collect();
         events.sort_by_key(|event| event.at.as_ref().map(|at| at.0));
-        events.split_off(events.len().saturating_sub(EVENTS))
+        events.split_off(events.len().saturating_sub(MAX_EVENTS))
     }
 
-    /// The end of the log, without the config should it have been printed; none where there is no log.
+    /// The end of the log, with the config redacted; `None` if there is no log.
     async fn log_tail(&self) -> Option<String> {
         let parameters = LogParams { tail_lines: Some(100), limit_bytes: Some(1 << 18), ..LogParams::default() };
         let log = self.pods().logs(&self.name, &parameters).await.ok().filter(|log| !log.is_empty())?;
         let secret = self.secrets().get_opt(&self.name).await.ok()?;
         let config = secret.and_then(|mut secret| secret.data.as_mut()?.remove(JIT_CONFIG));
         let config = config.and_then(|bytes| String::from_utf8(bytes.0).ok()).map(SecretString::from);
-        let shown = match config.as_ref().map(ExposeSecret::expose_secret) {
+        let redacted = match config.as_ref().map(ExposeSecret::expose_secret) {
             Some(config) if !config.is_empty() => log.replace(config, "[redacted]"),
             _ => log,
         };
-        Some(clip(&shown, LOG_TAIL_MAX))
+        Some(clip(&redacted, LOG_TAIL_MAX))
     }
 }
 
-fn seen(event: &Event) -> PodEvent {
+fn pod_event(event: &Event) -> PodEvent {
     let series = event.series.as_ref();
     let last =
         series.map(|series| series.last_observed_time.0).or_else(|| event.event_time.as_ref().map(|time| time.0));

@@ -1,4 +1,4 @@
-//! The end of a worker: its runner first, unless that is busy, then what it had here.
+//! Ends a worker: removes its runner first, unless it is busy, then its Secret and pod.
 
 use jiff::{SignedDuration, Timestamp};
 use kube::{
@@ -16,75 +16,75 @@ use paddock_effects::{
 };
 use serde_json::json;
 
-use super::Life;
+use super::Work;
 use crate::controllers::{
     Error, Next,
-    boards::{LOOK_AGAIN, accounts::AccountError, lock},
+    boards::{RESYNC_PERIOD, accounts::AccountError, lock},
 };
 
-/// How long refused credentials may keep a worker that is over.
-const FORSAKEN: SignedDuration = SignedDuration::from_mins(10);
+/// How long refused credentials may block the deletion of an ended worker.
+const REFUSED_CREDENTIALS_TIMEOUT: SignedDuration = SignedDuration::from_mins(10);
 
-impl Life<'_> {
-    /// A health rule was broken. GitHub has the last word: a runner that it calls busy is left alone.
+impl Work<'_> {
+    /// A health check failed. GitHub decides: a runner that it reports busy is not removed.
     pub async fn give_up(&self, failure: Failure) -> Result<Next, Error> {
-        match self.take_runner_away().await {
+        match self.remove_runner().await {
             Ok(Removal::Deleted | Removal::Gone) => self.fail(failure).await,
-            Ok(Removal::Busy) => Ok(self.leave_alone(failure.reason.as_str())),
-            Err(error) => Ok(self.try_later(&error)),
+            Ok(Removal::Busy) => Ok(self.postpone_removal(failure.reason.as_str())),
+            Err(error) => Ok(self.retry_removal(&error)),
         }
     }
 
-    /// No open claim needs it.
+    /// No open claim needs the worker.
     pub async fn retire(&self) -> Result<Next, Error> {
-        match self.take_runner_away().await {
+        match self.remove_runner().await {
             Ok(Removal::Deleted | Removal::Gone) => {
-                tracing::info!(worker = self.name, "no claim needs it: it goes");
+                tracing::info!(worker = self.name, "deleting surplus worker");
                 objects::delete(&objects::api(&self.board.shared.client, self.worker), &self.name).await?;
                 Ok(Next::AwaitChange)
             }
-            Ok(Removal::Busy) => Ok(self.leave_alone("surplus")),
-            Err(error) => Ok(self.try_later(&error)),
+            Ok(Removal::Busy) => Ok(self.postpone_removal("surplus")),
+            Err(error) => Ok(self.retry_removal(&error)),
         }
     }
 
-    fn leave_alone(&self, why: &str) -> Next {
-        tracing::info!(worker = self.name, why, "its runner is busy: it is left alone");
-        self.board.memory.refused(&self.name, Timestamp::now());
-        Next::After(LOOK_AGAIN)
+    fn postpone_removal(&self, why: &str) -> Next {
+        tracing::info!(worker = self.name, why, "runner is busy; removal postponed");
+        self.board.memory.note_busy(&self.name, Timestamp::now());
+        Next::After(RESYNC_PERIOD)
     }
 
-    fn try_later(&self, error: &AccountError) -> Next {
-        tracing::warn!(worker = self.name, %error, "its runner cannot be removed yet");
-        Next::After(error.retry().max(LOOK_AGAIN))
+    fn retry_removal(&self, error: &AccountError) -> Next {
+        tracing::warn!(worker = self.name, %error, "runner not removed; retrying");
+        Next::After(error.retry().max(RESYNC_PERIOD))
     }
 
-    /// The kubelet ends the pod as at its deadline, so that its log and events stay.
+    /// Makes the kubelet end the pod through its deadline, which keeps its log and events.
     pub async fn end_pod(&self) -> Result<Next, Error> {
         let patch = json!({"spec": {"activeDeadlineSeconds": 1}});
         let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
         match self.pods().patch(&self.name, &parameters, &Patch::Merge(patch)).await {
-            Ok(_) => Ok(Next::After(LOOK_AGAIN)),
-            Err(kube::Error::Api(status)) if status.is_not_found() => Ok(Next::After(LOOK_AGAIN)),
+            Ok(_) => Ok(Next::After(RESYNC_PERIOD)),
+            Err(kube::Error::Api(status)) if status.is_not_found() => Ok(Next::After(RESYNC_PERIOD)),
             Err(error) => Err(KubeError::new("cannot end the pod")(error).into()),
         }
     }
 
-    /// No kubelet will confirm it.
+    /// Deletes the pod without the kubelet's confirmation: its node is unreachable.
     pub async fn force_pod(&self) -> Result<Next, Error> {
         match self.pods().delete(&self.name, &DeleteParams::default().grace_period(0)).await {
-            Ok(_) => Ok(Next::After(LOOK_AGAIN)),
-            Err(kube::Error::Api(status)) if status.is_not_found() => Ok(Next::After(LOOK_AGAIN)),
+            Ok(_) => Ok(Next::After(RESYNC_PERIOD)),
+            Err(kube::Error::Api(status)) if status.is_not_found() => Ok(Next::After(RESYNC_PERIOD)),
             Err(error) => Err(KubeError::new("cannot delete the pod")(error).into()),
         }
     }
 
-    /// The worker is over: its runner must not outlive it, and its config has no use. A runner that ran its one job to
-    /// the end is gone by itself; should it not be, the sweep finds it.
+    /// The worker has ended: removes its runner and its config. A runner that completed its one job deregisters itself;
+    /// if it did not, the sweep finds it.
     pub async fn deregister(&self) -> Result<Next, Error> {
         let removed = match worker::state(self.worker) {
             WorkerState::Completed => Ok(Removal::Gone),
-            _ => self.take_runner_away().await,
+            _ => self.remove_runner().await,
         };
         match removed {
             Ok(Removal::Busy) => self.wait(ClaimReason::Releasing, &GitHubError::Busy.into()).await,
@@ -97,9 +97,9 @@ impl Life<'_> {
         }
     }
 
-    /// The worker is to go. A busy runner is left alone: GitHub refuses to remove it, and so do we.
+    /// The worker is being deleted. A busy runner is not interrupted: GitHub refuses to remove it, and deletion waits.
     pub async fn remove(&self, unreachable: bool) -> Result<Next, Error> {
-        match self.take_runner_away().await {
+        match self.remove_runner().await {
             Ok(Removal::Busy) => self.wait(ClaimReason::Releasing, &GitHubError::Busy.into()).await,
             Ok(Removal::Deleted | Removal::Gone) => {
                 objects::delete(&self.secrets(), &self.name).await?;
@@ -116,7 +116,7 @@ impl Life<'_> {
     }
 
     /// Removes the runner at GitHub, which also proves that it is not busy.
-    async fn take_runner_away(&self) -> Result<Removal, AccountError> {
+    async fn remove_runner(&self) -> Result<Removal, AccountError> {
         let uid = self.worker.uid().unwrap_or_default();
         let Some(pool) = self.pool.filter(|_| !lock(&self.board.memory.unregistered).contains(&uid)) else {
             return Ok(Removal::Gone);
@@ -139,35 +139,35 @@ impl Life<'_> {
                 lock(&self.board.memory.unregistered).insert(uid);
                 Ok(removal)
             }
-            Err(error) if self.is_forsaken(&error) => {
-                tracing::warn!(worker = self.name, %error, "its runner is left to GitHub");
+            Err(error) if self.may_abandon_runner(&error) => {
+                tracing::warn!(worker = self.name, %error, "runner abandoned at GitHub");
                 let message = format!("its runner is left to GitHub, which forgets it within a day: {error}");
-                self.board.shared.events.tell(self.worker, EventType::Warning, "Remove", "RunnerLeft", message);
+                self.board.shared.events.record(self.worker, EventType::Warning, "Remove", "RunnerLeft", message);
                 Ok(Removal::Gone)
             }
             outcome => outcome,
         }
     }
 
-    /// Whether nobody can do anything about the runner: it runs nowhere, and the credentials are gone with their pool, as
-    /// in a namespace that goes, or were refused for long. GitHub removes JIT runners that stay away by itself; an object
-    /// that could never be deleted would be worse.
-    fn is_forsaken(&self, error: &AccountError) -> bool {
+    /// Whether to give up on removing the runner: its pod has ended, and the credentials were deleted with the pool or
+    /// refused for too long. GitHub removes offline JIT runners; a worker that can never be deleted would be worse.
+    fn may_abandon_runner(&self, error: &AccountError) -> bool {
         if self.pod.is_some_and(|pod| !has_ended(pod)) {
             return false;
         }
         let deleted = self.worker.metadata.deletion_timestamp.as_ref().map(|time| time.0);
         let ended = worker::since(self.worker).filter(|_| worker::state(self.worker).is_over());
-        let long = deleted.or(ended).is_some_and(|time| Timestamp::now().duration_since(time) > FORSAKEN);
+        let timed_out =
+            deleted.or(ended).is_some_and(|time| Timestamp::now().duration_since(time) > REFUSED_CREDENTIALS_TIMEOUT);
         match error {
-            AccountError::Credentials(CredentialsError::Missing(_)) => self.pool_is_going(),
-            AccountError::GitHub(error) => error.is_final() && long,
+            AccountError::Credentials(CredentialsError::Missing(_)) => self.pool_is_deleting(),
+            AccountError::GitHub(error) => error.is_final() && timed_out,
             AccountError::NoRepository(_) => true,
             AccountError::Credentials(_) => false,
         }
     }
 
-    fn pool_is_going(&self) -> bool {
+    fn pool_is_deleting(&self) -> bool {
         let pool = self.board.pool(&self.namespace, &self.worker.spec.pool);
         pool.is_none_or(|pool| pool.metadata.deletion_timestamp.is_some())
     }

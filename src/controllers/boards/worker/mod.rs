@@ -1,8 +1,8 @@
-//! The life of a worker: a JIT config, a Secret, a pod, and nothing left behind.
+//! Reconciles workers: a JIT config, a Secret, a pod, and their removal.
 //!
-//! Every step can be the last before a crash. What there is decides what comes next: no Secret, then there is no config
-//! that anybody could use, and a runner of the worker's name at GitHub is a leftover; a Secret of the worker's, then the
-//! pod is missing; a Secret of the pod's, then the pod was made.
+//! The operator can crash after any action, so the next one follows from what exists. No Secret: the config is lost,
+//! and a runner of the worker's name at GitHub is stale. A Secret owned by the worker: the pod is missing. A Secret
+//! owned by the pod: the pod was created.
 
 mod create;
 mod diagnosis;
@@ -41,11 +41,11 @@ use paddock_effects::kube::objects::{self, KubeError, Written};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
-use super::{BoardContext, GIVE_WAY, LOOK_AGAIN, accounts::AccountError, lock, look_again, nudges};
+use super::{BACKGROUND_WRITE_DELAY, BoardContext, RESYNC_PERIOD, accounts::AccountError, enqueued, lock, requeue_by};
 use crate::controllers::{Error, Next, drive, reference, retention};
 
-/// How long a pod that was just made may be pending before that is worth a word: most are not for long.
-const STARTING: jiff::SignedDuration = jiff::SignedDuration::from_secs(2);
+/// How long a new pod may be pending before the status reports it: most start sooner, which saves a write.
+const PENDING_REPORT_DELAY: jiff::SignedDuration = jiff::SignedDuration::from_secs(2);
 
 pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
     let stores = &board.shared.stores;
@@ -56,30 +56,30 @@ pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
             return vec![];
         }
         let name = node.metadata.name.as_deref();
-        let here = pods.state_filter(|pod| pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()) == name);
-        here.iter().map(|pod| reference(&pod.namespace().unwrap_or_default(), &pod.name_any())).collect()
+        let on_node = pods.state_filter(|pod| pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()) == name);
+        on_node.iter().map(|pod| reference(&pod.namespace().unwrap_or_default(), &pod.name_any())).collect()
     };
-    // As many at a time as there are: one that GitHub keeps waiting must not keep another.
+    // Unlimited concurrency: a worker that waits for GitHub must not delay another.
     let controller = Controller::for_shared_stream(stores.workers.stream(), stores.workers.store.clone())
         .with_config(Config::default().concurrency(0))
         .watches_shared_stream(stores.pods.stream(), worker_of_pod)
         .watches_shared_stream(stores.nodes.stream(), workers_of_lost_node)
-        .reconcile_on(nudges(&board.workers))
-        .reconcile_on(outdated(&board));
+        .reconcile_on(enqueued(&board.workers))
+        .reconcile_on(expired(&board));
     let metrics = board.shared.metrics.clone();
     drive("board-worker", controller, board, metrics, stop, reconcile).await;
 }
 
-/// Records whose time is up: one look at all of them now and then, not a timer for each.
-fn outdated(board: &BoardContext) -> impl Stream<Item = ObjectRef<Worker>> + Send + use<> {
+/// Workers past their retention time: a periodic scan instead of one timer per worker.
+fn expired(board: &BoardContext) -> impl Stream<Item = ObjectRef<Worker>> + Send + use<> {
     let (workers, retention) = (board.shared.stores.workers.store.clone(), board.shared.settings.retention);
     let period = retention::period(retention);
-    let looks = stream::repeat(()).then(move |()| tokio::time::sleep(period));
-    looks
+    let ticks = stream::repeat(()).then(move |()| tokio::time::sleep(period));
+    ticks
         .flat_map(move |()| {
             let latest = Timestamp::now().saturating_sub(retention).unwrap_or(Timestamp::MIN);
-            let outdated = workers.state_filter(|worker| worker::ended(worker).is_some_and(|end| end <= latest));
-            stream::iter(outdated.into_iter().map(|worker| ObjectRef::from_obj(&*worker)))
+            let expired = workers.state_filter(|worker| worker::ended(worker).is_some_and(|end| end <= latest));
+            stream::iter(expired.into_iter().map(|worker| ObjectRef::from_obj(&*worker)))
         })
         .boxed()
 }
@@ -91,51 +91,51 @@ async fn reconcile(worker: Arc<Worker>, board: Arc<BoardContext>) -> Result<Next
     let pool = pool.as_ref().and_then(|pool| pool.spec.board.as_ref());
     let pod = board.pod_of(&worker);
     let now = Timestamp::now();
-    let (exam, known) = match &pod {
-        Some(pod) => board.exam(&worker, pool, pod, now),
+    let (health, runner_facts) = match &pod {
+        Some(pod) => board.health_check(&worker, pool, pod, now),
         None => Default::default(),
     };
-    if exam.ask.is_some() {
-        board.curious.notify_one();
+    if health.ask.is_some() {
+        board.poll_requested.notify_one();
     }
     let claim = board.claim_view(&worker, &spec);
-    let left_alone = board.memory.is_left_alone(&name, now);
-    let view = WorkerFacts {
+    let backing_off = board.memory.is_backing_off(&name, now);
+    let facts = WorkerFacts {
         pod: pod.as_deref(),
         claim,
-        surplus: !left_alone && lock(&board.memory.surplus).contains(&name),
+        surplus: !backing_off && lock(&board.memory.surplus).contains(&name),
         unreachable: pod.as_ref().is_some_and(|pod| board.is_unreachable(pod)),
-        unhealthy: exam.unhealthy.filter(|_| !left_alone),
+        unhealthy: health.unhealthy.filter(|_| !backing_off),
         outdated: claim == ClaimView::Open && board.is_outdated(&worker),
     };
     let keep = Keep {
         pod: pool.map_or_else(|| BoardTimeouts::default().pod_grace, |pool| pool.timeouts.pod_grace),
         record: paddock_core::api::Duration::from_secs(board.shared.settings.retention.as_secs()),
     };
-    let unreachable = view.unreachable;
-    let step = worker::next(&worker, view, keep, now);
-    tracing::debug!(worker = name, ?step, "next step");
-    let life = Life { board: &board, worker: &worker, spec: &spec, pool, pod: pod.as_deref(), name, namespace };
-    match step {
-        WorkerAction::Create => life.create().await,
-        WorkerAction::Mirror(observed) => life.mirror(observed, known, exam.next).await,
-        WorkerAction::Fail(failure) => life.fail(failure).await,
-        WorkerAction::GiveUp(failure) => life.give_up(failure).await,
-        WorkerAction::Retire => life.retire().await,
-        WorkerAction::EndPod => life.end_pod().await,
-        WorkerAction::ForcePod => life.force_pod().await,
-        WorkerAction::Deregister => life.deregister().await,
-        WorkerAction::Remove => life.remove(unreachable).await,
+    let unreachable = facts.unreachable;
+    let action = worker::next(&worker, facts, keep, now);
+    tracing::debug!(worker = name, ?action, "next action");
+    let work = Work { board: &board, worker: &worker, spec: &spec, pool, pod: pod.as_deref(), name, namespace };
+    match action {
+        WorkerAction::Create => work.create().await,
+        WorkerAction::Mirror(observed) => work.mirror(observed, runner_facts, health.next).await,
+        WorkerAction::Fail(failure) => work.fail(failure).await,
+        WorkerAction::GiveUp(failure) => work.give_up(failure).await,
+        WorkerAction::Retire => work.retire().await,
+        WorkerAction::EndPod => work.end_pod().await,
+        WorkerAction::ForcePod => work.force_pod().await,
+        WorkerAction::Deregister => work.deregister().await,
+        WorkerAction::Remove => work.remove(unreachable).await,
         WorkerAction::Delete | WorkerAction::Forget => {
-            objects::delete(&objects::api(&board.shared.client, &*worker), &life.name).await?;
+            objects::delete(&objects::api(&board.shared.client, &*worker), &work.name).await?;
             Ok(Next::AwaitChange)
         }
         WorkerAction::DeletePod => {
-            objects::delete(&life.pods(), &life.name).await?;
-            Ok(Next::After(LOOK_AGAIN))
+            objects::delete(&work.pods(), &work.name).await?;
+            Ok(Next::After(RESYNC_PERIOD))
         }
-        WorkerAction::Rest(None) => Ok(Next::AwaitChange),
-        WorkerAction::Rest(Some(until)) => Ok(Next::At(until)),
+        WorkerAction::Wait(None) => Ok(Next::AwaitChange),
+        WorkerAction::Wait(Some(until)) => Ok(Next::At(until)),
     }
 }
 
@@ -150,7 +150,7 @@ impl BoardContext {
         }
     }
 
-    /// Whether enough later workers of its claim failed too.
+    /// Whether at least [`FAILURES_KEPT`] later workers of its claim failed too.
     fn is_outdated(&self, worker: &Worker) -> bool {
         is_failed(worker) && {
             let own = worker.claim_uid().map_or_else(Vec::new, |claim| self.shared.stores.workers.of(claim));
@@ -160,19 +160,19 @@ impl BoardContext {
     }
 }
 
-/// One look at one worker.
-pub struct Life<'a> {
+/// One reconciliation of one worker.
+pub struct Work<'a> {
     pub board: &'a BoardContext,
     pub worker: &'a Worker,
     pub spec: &'a BoardWorker,
-    /// Its pool; one with workers stays, so that it is missing only where somebody forced it away.
+    /// Its pool. A pool with workers keeps its finalizer, so it is missing only if the finalizer was removed by force.
     pub pool: Option<&'a BoardPool>,
     pub pod: Option<&'a Pod>,
     pub name: String,
     pub namespace: String,
 }
 
-impl Life<'_> {
+impl Work<'_> {
     pub fn pods(&self) -> Api<Pod> {
         Api::namespaced(self.board.shared.client.clone(), &self.namespace)
     }
@@ -181,9 +181,9 @@ impl Life<'_> {
         Api::namespaced(self.board.shared.client.clone(), &self.namespace)
     }
 
-    /// Gives the Secret to the pod, so that it goes with it.
+    /// Makes the pod the owner of the Secret, so that both are deleted together.
     async fn adopt(&self, pod: &Pod) -> Result<(), Error> {
-        let _turn = self.board.turn().await;
+        let _permit = self.board.write_permit().await;
         let patch = json!({"metadata": {"ownerReferences": [adoption(pod)]}});
         let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
         match self.secrets().patch(&self.name, &parameters, &Patch::Merge(patch)).await {
@@ -197,11 +197,11 @@ impl Life<'_> {
 
     fn is_adopted(&self) -> bool {
         let uid = self.worker.uid().unwrap_or_default();
-        let known = self.worker.status.as_ref().is_some_and(|status| status.pod.is_some());
-        known || lock(&self.board.memory.adopted).contains(&uid)
+        let reported = self.worker.status.as_ref().is_some_and(|status| status.pod.is_some());
+        reported || lock(&self.board.memory.adopted).contains(&uid)
     }
 
-    /// The status with what never changes filled in.
+    /// The current status with the constant fields filled in.
     pub fn status(&self) -> WorkerStatus {
         let mut status = self.worker.status.clone().unwrap_or_default();
         let claim = self.board.shared.stores.claims.store.get(&reference(&self.namespace, &self.spec.claim));
@@ -221,34 +221,39 @@ impl Life<'_> {
         }
     }
 
-    pub fn say(&self, status: &mut WorkerStatus, ready: bool, reason: ClaimReason, message: &str) {
+    pub fn set_ready(&self, status: &mut WorkerStatus, ready: bool, reason: ClaimReason, message: &str) {
         let generation = self.worker.metadata.generation;
         set_condition(&mut status.conditions, ready_condition(ready, reason, message, generation, Timestamp::now()));
     }
 
     pub async fn write(&self, status: &WorkerStatus) -> Result<Written, Error> {
-        let _turn = self.board.turn().await;
+        let _permit = self.board.write_permit().await;
         let (client, before) = (&self.board.shared.client, self.worker.status.as_ref());
         Ok(objects::write_status(client, self.worker, before, status).await?)
     }
 
     pub async fn wait(&self, reason: ClaimReason, error: &AccountError) -> Result<Next, Error> {
         let mut status = self.status();
-        self.say(&mut status, false, reason, &error.to_string());
+        self.set_ready(&mut status, false, reason, &error.to_string());
         self.write(&status).await?;
         Ok(Next::After(error.retry()))
     }
 
-    async fn mirror(&self, observed: Observed, known: RunnerFacts, next: Option<Timestamp>) -> Result<Next, Error> {
+    async fn mirror(
+        &self,
+        observed: Observed,
+        runner_facts: RunnerFacts,
+        next: Option<Timestamp>,
+    ) -> Result<Next, Error> {
         let Some(pod) = self.pod else { return Ok(Next::AwaitChange) };
         if self.board.rush.is_on() {
-            return Ok(Next::After(GIVE_WAY));
+            return Ok(Next::After(BACKGROUND_WRITE_DELAY));
         }
         if !self.is_adopted() {
             self.adopt(pod).await?;
         }
-        let made = pod.metadata.creation_timestamp.as_ref().map(|time| time.0);
-        let starting = made.is_some_and(|made| Timestamp::now().duration_since(made) < STARTING);
+        let created = pod.metadata.creation_timestamp.as_ref().map(|time| time.0);
+        let starting = created.is_some_and(|created| Timestamp::now().duration_since(created) < PENDING_REPORT_DELAY);
         if observed.state == WorkerState::Pending && self.worker.status.is_none() && starting {
             return Ok(Next::After(Duration::from_secs(1)));
         }
@@ -259,25 +264,25 @@ impl Life<'_> {
         }
         self.enter(&mut status, observed.state);
         match observed.state {
-            // Ready is a runner that GitHub has seen online; a pod that runs is not enough.
-            WorkerState::Running if known.is_there() => {
-                self.say(&mut status, true, ClaimReason::Ready, "its runner is online");
+            // Ready means that GitHub reports the runner online; a running pod is not enough.
+            WorkerState::Running if runner_facts.is_there() => {
+                self.set_ready(&mut status, true, ClaimReason::Ready, "its runner is online");
             }
             WorkerState::Running if worker::is_up(self.worker) => {}
             WorkerState::Running => {
-                let unknown = known.sighting.is_some_and(|sighting| sighting.seen == RunnerState::Unknown);
+                let unknown = runner_facts.sighting.is_some_and(|sighting| sighting.seen == RunnerState::Unknown);
                 let what = if unknown { "GitHub does not know its runner" } else { "its runner is not online yet" };
-                self.say(&mut status, false, ClaimReason::Validating, &format!("the pod runs; {what}"));
+                self.set_ready(&mut status, false, ClaimReason::Validating, &format!("the pod runs; {what}"));
             }
-            WorkerState::Completed => self.say(&mut status, false, ClaimReason::Completed, "its job is done"),
+            WorkerState::Completed => self.set_ready(&mut status, false, ClaimReason::Completed, "its job is done"),
             WorkerState::Pending => {
                 let message = observed.waiting.unwrap_or_else(|| "the pod is starting".into());
-                self.say(&mut status, false, ClaimReason::Validating, &message);
+                self.set_ready(&mut status, false, ClaimReason::Validating, &message);
             }
             _ => {}
         }
         self.write(&status).await?;
-        Ok(look_again(next))
+        Ok(requeue_by(next))
     }
 
     pub async fn fail(&self, failure: Failure) -> Result<Next, Error> {
@@ -288,12 +293,12 @@ impl Life<'_> {
         let failure = self.diagnose(failure).await;
         let (reason, message) = (failure.reason.as_str(), failure.message.clone());
         self.enter(&mut status, WorkerState::Failed);
-        self.say(&mut status, false, ClaimReason::WorkerLost, &message);
+        self.set_ready(&mut status, false, ClaimReason::WorkerLost, &message);
         status.failure = Some(failure.into());
         if self.write(&status).await? == Written::Yes {
-            tracing::warn!(worker = self.name, reason, why = message, "a worker failed");
-            self.board.shared.events.tell(self.worker, EventType::Warning, "Fail", reason, message);
+            tracing::warn!(worker = self.name, reason, why = message, "worker failed");
+            self.board.shared.events.record(self.worker, EventType::Warning, "Fail", reason, message);
         }
-        Ok(Next::After(LOOK_AGAIN))
+        Ok(Next::After(RESYNC_PERIOD))
     }
 }

@@ -19,11 +19,11 @@ use secrecy::SecretString;
 use super::{Error, Observed, TokenKind, Work, sealed};
 use crate::controllers::ec2::{
     idle_queue::{Candidate, Disposition},
-    pool::at_aws,
+    pool::aws_problem,
 };
 
-/// A claim that gets its machines, or their agents' answers, within this time does not write that it waits for them. It
-/// is longer while many claims are under way, because a write for each of them slows all of them down.
+/// A claim that gets its machines, or their agents' reports, within this time does not write a waiting status. It is
+/// longer while many claims acquire machines, because a write for each would slow down all of them.
 const QUIET_WAIT: Duration = Duration::from_millis(250);
 const QUIET_WAIT_PER_CLAIM: Duration = Duration::from_millis(20);
 const QUIET_WAIT_MAX: Duration = Duration::from_secs(2);
@@ -59,10 +59,10 @@ impl Work {
         (QUIET_WAIT + QUIET_WAIT_PER_CLAIM * others as u32).min(QUIET_WAIT_MAX)
     }
 
-    /// Takes idle machines from the pool. The status says so only where that takes a while.
+    /// Takes idle machines from the pool. The status is written only if that takes longer than [`Self::quiet_wait`].
     async fn select(&mut self, supply: &Supply<'_>, count: u32) -> Result<Applied, Error> {
-        let pickups = self.context.pickups.clone();
-        let mut take = Box::pin(pickups.take(supply.queue, self.pool_key(), supply.needs.clone(), count));
+        let idle_queues = self.context.idle_queues.clone();
+        let mut take = Box::pin(idle_queues.take(supply.queue, self.pool_key(), supply.needs.clone(), count));
         let (at_once, token) = tokio::join!(
             tokio::time::timeout(self.quiet_wait(), &mut take),
             self.token(supply.spec, TokenKind::Registration)
@@ -88,9 +88,9 @@ impl Work {
         let threshold = pool.lifetimes.claimed.after(now);
         let (mut transitions, mut tried) = (Vec::new(), Vec::new());
         for candidate in candidates {
-            let known = ledger.get(&candidate.offer.instance_id).filter(|tracked| !tracked.expired(now));
-            let claimed = known.and_then(|tracked| {
-                transition::claim(&tracked.record, self.reference(), sealed(&tracked, token), threshold, now)
+            let known = ledger.get(&candidate.machine.instance_id).filter(|machine| !machine.expired(now));
+            let claimed = known.and_then(|machine| {
+                transition::claim(&machine.record, self.reference(), sealed(&machine, token), threshold, now)
             });
             match claimed {
                 Some(claimed) => {
@@ -103,14 +103,14 @@ impl Work {
         for (candidate, outcome) in tried.into_iter().zip(ledger.apply(transitions).await?) {
             match outcome {
                 WriteOutcome::Won(_) => candidate.settle(Disposition::Over),
-                // Still deregistering from its last run: another claim can have it in a moment.
+                // Its runner is still deregistering from the last run; it is claimable soon.
                 WriteOutcome::Lost(Some(record)) if record.state == State::Idle => candidate.settle(Disposition::Busy),
-                WriteOutcome::Lost(there) => {
-                    let state = there.map_or("unknown".to_owned(), |record| record.state.to_string());
+                WriteOutcome::Lost(current) => {
+                    let state = current.map_or("unknown".to_owned(), |record| record.state.to_string());
                     tracing::info!(
-                        instance = candidate.offer.instance_id,
+                        instance = candidate.machine.instance_id,
                         state,
-                        "dropped the message of a machine that is not idle"
+                        "idle message discarded: machine is not idle"
                     );
                     candidate.settle(Disposition::Over);
                 }
@@ -119,11 +119,11 @@ impl Work {
         Ok(())
     }
 
-    /// The order itself is written with the status. Only a claim's first order needs room: another replaces it.
+    /// Reserves capacity; the order itself is written with the status. A later order replaces the first and needs none.
     fn reserve_room(&mut self, supply: &Supply<'_>, order: &LaunchOrder) -> Applied {
         if order.attempt == 1 {
             let (key, count, max) = (self.pool_key(), order.requested, supply.spec.max_instances);
-            self.room = self.context.launches.reserve(&key, self.live(), count, count, max);
+            self.room = self.context.launch_room.reserve(&key, self.live(), count, count, max);
             if self.room.is_none() {
                 return Applied::NoRoom;
             }
@@ -131,7 +131,7 @@ impl Work {
         Applied::Done
     }
 
-    /// Has the persisted order carried out, and the records of its instances created.
+    /// Sends the persisted order to EC2 and creates the records of its instances.
     async fn send_order(&mut self, supply: &Supply<'_>, order: &LaunchOrder) -> Result<Applied, Error> {
         let outcome = match self.context.machines.create_fleet(order, &self.tags()).await {
             Ok(outcome) => outcome,
@@ -140,7 +140,7 @@ impl Work {
                 return Ok(Applied::TemplateGone(error.to_string()));
             }
             Err(error @ (AwsError::Refused { .. } | AwsError::Denied { .. })) => {
-                self.context.launched(self.pool.as_deref(), Some(at_aws(error.clone())));
+                self.context.note_launch_outcome(self.pool.as_deref(), Some(aws_problem(error.clone())));
                 return Ok(Applied::Refused(error.to_string()));
             }
             Err(error @ (AwsError::Throttled { .. } | AwsError::Unreachable { .. })) => return Err(error.into()),
@@ -150,12 +150,12 @@ impl Work {
         self.context.capacity_memory().note(order, outcome.launched.len(), &outcome.causes, now);
         let instance_ids: Vec<_> = outcome.launched.into_iter().map(|launched| launched.id).collect();
         if instance_ids.len() as u32 >= order.requested {
-            self.context.launched(self.pool.as_deref(), None);
+            self.context.note_launch_outcome(self.pool.as_deref(), None);
             self.room = None;
             return Ok(Applied::Launched { fleet_id: outcome.fleet_id, instance_ids });
         }
         if let Some(problem) = launch_problem(&outcome.causes) {
-            self.context.launched(self.pool.as_deref(), Some(problem));
+            self.context.note_launch_outcome(self.pool.as_deref(), Some(problem));
         }
         Ok(Applied::Short { launched: instance_ids, causes: outcome.causes })
     }
@@ -189,13 +189,13 @@ impl Work {
         self.context.ledger.apply(outcome.launched.iter().filter_map(launch).collect()).await.map(drop)
     }
 
-    /// Gives launched machines, whose keys are known by now, the token to register with.
+    /// Seals the registration token for launched machines, whose keys are known now.
     async fn seal(&self, supply: &Supply<'_>, waiting: &[Machine]) -> Result<Applied, Error> {
         let token = match self.token(supply.spec, TokenKind::Registration).await {
             Ok(token) => token,
             Err(outage) => return Ok(outage.into()),
         };
-        let seal = |tracked: &Machine| transition::seal(&tracked.record, sealed(tracked, &token));
+        let seal = |machine: &Machine| transition::seal(&machine.record, sealed(machine, &token));
         self.context.ledger.apply(waiting.iter().filter_map(seal).collect()).await?;
         Ok(Applied::Done)
     }
@@ -211,19 +211,19 @@ impl Work {
         Ok(Applied::Done)
     }
 
-    /// Waits a moment for the agents of machines that were just claimed: they mostly answer at once.
+    /// Waits briefly for the agents of newly claimed machines: most report at once.
     async fn await_agents(&self, pool: &Ec2Pool) -> Applied {
-        let just_claimed = |tracked: &Machine| tracked.record.state == State::Claimed;
+        let just_claimed = |machine: &Machine| machine.record.state == State::Claimed;
         let reported = self.claim.status.as_ref().is_some_and(|old| old.phase == self.status.phase);
         if reported || !self.held().iter().all(just_claimed) {
             return Applied::Incomplete;
         }
-        let mut news = self.context.ledger.news();
+        let mut changes = self.context.ledger.changes();
         let is_awaited =
-            |tracked: &Machine| matches!(check(tracked, &pool.timeouts, Timestamp::now()), MachineCheck::Waiting);
+            |machine: &Machine| matches!(check(machine, &pool.timeouts, Timestamp::now()), MachineCheck::Waiting);
         let all = async {
             while self.held().iter().any(is_awaited) {
-                if news.changed().await.is_err() {
+                if changes.changed().await.is_err() {
                     return;
                 }
             }
@@ -237,7 +237,7 @@ impl Work {
     async fn start(&self, supply: &Supply<'_>, registered: &[Machine]) -> Result<Applied, Error> {
         let now = Timestamp::now();
         let runtime = self.claim.spec.max_runtime.unwrap_or(supply.spec.lifetimes.max_runtime);
-        let start = |tracked: &Machine| transition::start(&tracked.record, runtime.after(now), now);
+        let start = |machine: &Machine| transition::start(&machine.record, runtime.after(now), now);
         self.context.ledger.apply(registered.iter().filter_map(start).collect()).await?;
         Ok(Applied::Done)
     }

@@ -1,4 +1,4 @@
-//! Claims on EC2 pools: from the idle pool where it can, from new machines where it must.
+//! Claims on EC2 pools: idle machines first, new machines for the rest.
 
 mod acquire;
 mod release;
@@ -36,7 +36,7 @@ use crate::controllers::{Error, Next, drive, reference, stale_runners};
 
 /// Actions in one reconciliation: a claim needs about six from Pending to Ready, and more where machines are replaced.
 const MAX_ACTIONS: usize = 16;
-/// Reconciliations at once; each may have a call to GitHub and several to AWS under way.
+/// Concurrent reconciliations; each may wait for a call to GitHub and several to AWS.
 const CONCURRENCY: u16 = 128;
 
 pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
@@ -65,11 +65,11 @@ pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
         .with_config(controller::Config::default().concurrency(CONCURRENCY));
     tokio::join!(
         drive("claim", controller, context.clone(), context.shared.metrics.clone(), stop.clone(), reconcile),
-        super::workflow_runs::ask(context.clone(), over, stop),
+        super::workflow_runs::poll(context.clone(), over, stop),
     );
 }
 
-/// Pools whose claims have something new to go by. A pool counts its workers all the time, and no claim goes by that.
+/// Pools with a change that is relevant to their claims. Their worker counts change all the time and are not.
 fn supplies(pools: impl Stream<Item = Arc<RunnerPool>>) -> impl Stream<Item = Arc<RunnerPool>> {
     let mut seen = HashMap::new();
     pools.filter(move |pool| {
@@ -97,7 +97,7 @@ async fn reconcile(claim: Arc<RunnerClaim>, context: Arc<Ec2Context>) -> Result<
     let needs_finalizer = pool.is_some() && claim.metadata.deletion_timestamp.is_none();
     let claim = match needs_finalizer && !objects::has_finalizer(&*claim) {
         false => claim,
-        true => match objects::hold(&context.shared.client, &*claim).await? {
+        true => match objects::add_finalizer(&context.shared.client, &*claim).await? {
             Some(claim) => Arc::new(claim),
             None => return Err(Error::Conflict),
         },
@@ -108,22 +108,22 @@ async fn reconcile(claim: Arc<RunnerClaim>, context: Arc<Ec2Context>) -> Result<
 /// One reconciliation of one claim.
 struct Work {
     context: Arc<Ec2Context>,
-    /// As it was read or last written.
+    /// As read or last written.
     claim: Arc<RunnerClaim>,
     pool: Option<Arc<RunnerPool>>,
     name: String,
     namespace: String,
-    /// What the next write writes.
+    /// The status to write next.
     status: RunnerClaimStatus,
     last: Applied,
     pool_exhausted: bool,
     /// Held from the order until the records of its machines count instead.
     room: Option<Reservation>,
-    /// Held while the claim acquires machines, so that others know how many do.
+    /// Held while the claim acquires machines; see [`Ec2Context::claims_under_way`].
     under_way: Option<Arc<()>>,
 }
 
-/// What an action is chosen from, besides the claim itself.
+/// The facts that an action is decided from, besides the claim itself.
 struct Observed {
     machines: Vec<Machine>,
     pool: Option<Arc<RunnerPool>>,
@@ -149,7 +149,7 @@ impl Work {
         }
     }
 
-    /// Several actions at once, so that a claim on a warm pool is Ready in one reconciliation.
+    /// Takes several actions, so that a claim on a warm pool is Ready in one reconciliation.
     async fn run(&mut self) -> Result<Next, Error> {
         for _ in 0..MAX_ACTIONS {
             let observed = self.observe();
@@ -168,8 +168,8 @@ impl Work {
 
     fn observe(&self) -> Observed {
         let key = self.pool_key();
-        // Only a claim that may place an order needs to know, and counting takes time in a large pool.
-        let live = if self.pool_exhausted { self.live() + self.context.launches.under_way(&key) } else { 0 };
+        // Only a claim that may place an order needs the count, which is slow in a large pool.
+        let live = if self.pool_exhausted { self.live() + self.context.launch_room.under_way(&key) } else { 0 };
         Observed {
             machines: self.context.ledger.of_claim(&key, &self.name),
             pool: self.pool.clone(),
@@ -193,7 +193,7 @@ impl Work {
     }
 
     fn pool_view<'a>(&self, observed: &'a Observed) -> PoolView<'a> {
-        let is_live = |tracked: &Machine| tracked.record.state != State::Terminated;
+        let is_live = |machine: &Machine| machine.record.state != State::Terminated;
         PoolView::of(&self.claim.spec, observed.pool.as_deref(), observed.machines.iter().any(is_live))
     }
 
@@ -203,7 +203,7 @@ impl Work {
 
     async fn apply(&mut self, observed: &Observed, action: &ClaimAction) -> Result<Applied, Error> {
         match action {
-            // The status is all that these change.
+            // These change only the status.
             ClaimAction::Nothing
             | ClaimAction::Wait(_)
             | ClaimAction::Serve
@@ -269,7 +269,7 @@ impl Work {
         self.claim.uid().unwrap_or_default()
     }
 
-    /// The claim as its machines' records name it.
+    /// The reference to the claim in its machines' records.
     fn reference(&self) -> ClaimRef<'_> {
         let uid = self.claim.metadata.uid.as_deref().unwrap_or_default();
         ClaimRef { name: &self.name, uid, run: &self.claim.spec.run_id }
@@ -280,19 +280,19 @@ impl Work {
     }
 
     fn held(&self) -> Vec<Machine> {
-        let live = |tracked: &Machine| tracked.record.state != State::Terminated;
+        let live = |machine: &Machine| machine.record.state != State::Terminated;
         self.context.ledger.of_claim(&self.pool_key(), &self.name).into_iter().filter(live).collect()
     }
 
     /// How many machines the pool has.
     fn live(&self) -> u32 {
-        let live = |tracked: &Machine| tracked.record.state != State::Terminated;
+        let live = |machine: &Machine| machine.record.state != State::Terminated;
         self.context.ledger.find(&self.pool_key(), live).len() as u32
     }
 
     async fn token(&self, pool: &Ec2Pool, kind: TokenKind) -> Result<SecretString, Outage> {
         let (secret, scope) = (&pool.github.credentials_ref.name, stale_runners::scope(pool));
-        let place = (self.namespace.clone(), secret.clone(), scope.to_string(), kind);
+        let key = (self.namespace.clone(), secret.clone(), scope.to_string(), kind);
         let new = async {
             let credentials = self.context.shared.credentials.get_or_last(&self.namespace, secret).await;
             let credentials = credentials.map_err(|error| match error {
@@ -306,8 +306,8 @@ impl Work {
             token.map_err(|error| Outage::GitHub(error.to_string()))
         };
         match kind {
-            TokenKind::Registration => self.context.tokens.registration(self.uid(), place, new).await,
-            TokenKind::Removal => self.context.tokens.share(place, new).await,
+            TokenKind::Registration => self.context.tokens.registration(self.uid(), key, new).await,
+            TokenKind::Removal => self.context.tokens.share(key, new).await,
         }
     }
 
@@ -318,30 +318,36 @@ impl Work {
         let written = objects::replace_status(&self.context.shared.client, &*self.claim, &self.status).await?;
         let mut written = written.ok_or(Error::Conflict)?;
         let before = self.claim.status.as_ref().map(|status| status.phase_times.clone()).unwrap_or_default();
-        // What is there now is what the next write is compared with, to the fraction of a second.
+        // The next write is compared with this status; the API server's copy has truncated timestamps.
         written.status = Some(self.status.clone());
         self.claim = Arc::new(written);
         for entered in claim_status::entered(&before, &self.status) {
             let type_ = if entered.phase == ClaimPhase::Failed { EventType::Warning } else { EventType::Normal };
-            self.context.shared.events.tell(&*self.claim, type_, entered.phase.as_str(), &entered.reason, entered.note);
+            self.context.shared.events.record(
+                &*self.claim,
+                type_,
+                entered.phase.as_str(),
+                &entered.reason,
+                entered.note,
+            );
         }
         Ok(())
     }
 
     fn event(&self, type_: EventType, reason: &str, note: String) {
-        self.context.shared.events.tell(&*self.claim, type_, "Claim", reason, note);
+        self.context.shared.events.record(&*self.claim, type_, "Claim", reason, note);
     }
 }
 
 impl Observed {
     fn chosen(&self, ids: &[String]) -> Vec<Machine> {
-        self.machines.iter().filter(|tracked| ids.contains(&tracked.record.instance_id)).cloned().collect()
+        self.machines.iter().filter(|machine| ids.contains(&machine.record.instance_id)).cloned().collect()
     }
 }
 
 /// Why there is no token.
 enum Outage {
-    /// The Secret is missing or not valid, until a person changes it.
+    /// The Secret is missing or invalid, and has to be fixed by a user.
     NoCredentials(String),
     GitHub(String),
 }
@@ -354,6 +360,6 @@ impl From<Outage> for Applied {
 }
 
 /// A token that only this machine can read; none while its key is unknown.
-fn sealed(tracked: &Machine, token: &SecretString) -> Option<String> {
-    tracked.public_key().map(|key| key.seal(token.expose_secret()))
+fn sealed(machine: &Machine, token: &SecretString) -> Option<String> {
+    machine.public_key().map(|key| key.seal(token.expose_secret()))
 }

@@ -1,4 +1,4 @@
-//! Returning what a claim holds.
+//! Returns the machines that a claim holds.
 
 use jiff::Timestamp;
 use paddock_core::{
@@ -11,7 +11,7 @@ use paddock_record::{State, transition};
 use super::{Error, Outage, TokenKind, Work, sealed};
 
 impl Work {
-    /// Lets a deleted claim go once it holds nothing.
+    /// Removes the finalizer of a deleted claim once it holds no machines.
     pub(super) async fn finalize(&self) -> Result<Applied, Error> {
         let returned = if self.pool.is_some() { self.return_all().await? } else { Applied::Done };
         if returned == Applied::Done {
@@ -34,11 +34,11 @@ impl Work {
         };
         let token = match self.token(ec2, TokenKind::Removal).await {
             Ok(token) => token,
-            // A deleted claim goes in any case: its machines end, and their runners stay at GitHub until it drops them.
+            // Deletion must not block: the machines end, and GitHub removes their runners later.
             Err(Outage::NoCredentials(why)) if self.claim.metadata.deletion_timestamp.is_some() => {
                 let why = format!("the claim was deleted, and its runner cannot leave GitHub: {why}");
-                for tracked in held {
-                    let id = &tracked.record.instance_id;
+                for machine in held {
+                    let id = &machine.record.instance_id;
                     self.context.end_instance(id, FailureReason::DeregistrationFailed, &why).await?;
                 }
                 return Ok(Applied::Done);
@@ -48,9 +48,9 @@ impl Work {
         let now = Timestamp::now();
         let threshold = ec2.lifetimes.idle.after(now);
         let mut transitions = Vec::new();
-        for tracked in held {
-            let record = &tracked.record;
-            match (record.state, transition::release(record, sealed(tracked, &token), threshold, now)) {
+        for machine in held {
+            let record = &machine.record;
+            match (record.state, transition::release(record, sealed(machine, &token), threshold, now)) {
                 (_, Some(released)) => transitions.push(released),
                 (State::Idle | State::Terminated, None) => {}
                 (State::Created | State::Running | State::Claimed, None) => {

@@ -1,4 +1,4 @@
-//! EC2 pools: what they need at AWS, their machines' upkeep, and what they show.
+//! EC2 pools: their AWS resources, the upkeep of their machines, and their status.
 
 mod upkeep;
 mod warm;
@@ -30,12 +30,12 @@ use self::{upkeep::keep_up, warm::keep_warm};
 use super::Ec2Context;
 use crate::controllers::{CONFLICT_RETRY, Error, Next, drive, reference, stale_runners};
 
-/// How long a pool goes without a look when nothing happens: an instance outlives its threshold by no more.
-pub const REFRESH: Duration = Duration::from_secs(10);
-/// How long a deleted pool that waits goes without a look.
-const REMOVE: Duration = Duration::from_secs(5);
-/// How often AWS is compared with what it should be.
-const VERIFY: Duration = Duration::from_secs(300);
+/// How often a pool is reconciled without an event: an instance outlives its threshold by at most this.
+pub const REFRESH_PERIOD: Duration = Duration::from_secs(10);
+/// How often the deletion of a pool is retried.
+const REMOVE_RETRY: Duration = Duration::from_secs(5);
+/// How often the AWS resources are verified.
+const VERIFY_PERIOD: Duration = Duration::from_secs(300);
 
 pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
     let changed = context.ledger.changed_pools().map(|pool| reference(&pool.namespace, &pool.name));
@@ -51,7 +51,7 @@ async fn reconcile(pool: Arc<RunnerPool>, context: Arc<Ec2Context>) -> Result<Ne
     let pool = match objects::has_finalizer(&*pool) {
         true => pool,
         false if deleted => return Ok(Next::AwaitChange),
-        false => match objects::hold(&context.shared.client, &*pool).await? {
+        false => match objects::add_finalizer(&context.shared.client, &*pool).await? {
             Some(pool) => Arc::new(pool),
             None => return Err(Error::Conflict),
         },
@@ -59,17 +59,17 @@ async fn reconcile(pool: Arc<RunnerPool>, context: Arc<Ec2Context>) -> Result<Ne
     if deleted { remove(&context, &pool).await } else { refresh(&context, &pool).await }
 }
 
-/// Observe, keep up, show.
+/// Prepares the AWS resources, keeps the machines up, and writes the status.
 async fn refresh(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, Error> {
     let Some(ec2) = &pool.spec.ec2 else { return Ok(Next::AwaitChange) };
     let key = PoolKey::of(pool);
     let mut new = pool_status::initial(pool);
-    let prepare_due = context.pools.is_prepare_due(&key, pool.metadata.generation, VERIFY);
+    let prepare_due = context.pools.is_prepare_due(&key, pool.metadata.generation, VERIFY_PERIOD);
     let prepared = match prepare_due || new.launch_template.is_none() {
         true => prepare(context, pool, ec2, &mut new).await,
         false => Ok(()),
     };
-    // Machines are looked after whatever became of the preparations: their time runs on.
+    // The upkeep runs even if the preparation failed: machines still expire.
     let kept = match context.ledger.is_loaded() {
         true => keep_up(context, pool, ec2, &key, &new.queues).await,
         false => Ok(()),
@@ -77,34 +77,34 @@ async fn refresh(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, E
     let mut pool = Cow::Borrowed(pool);
     let outcome = match prepared.and(kept) {
         Ok(()) => keep_warm(context, &mut pool, ec2, &key, &mut new).await?,
-        trouble => trouble,
+        problem => problem,
     };
     let pool = pool.as_ref();
-    // Something may have been taken away: the next look sees to it. Capacity is nothing that we could make.
+    // An AWS resource may be missing: the next reconciliation repairs it. It cannot repair missing capacity.
     if outcome.as_ref().is_err_and(|(reason, _)| *reason != PoolReason::InsufficientCapacity) {
         context.pools.prepare_again(&key);
     }
-    let launch = context.pools.launch_problem(&key, pool.metadata.generation).map(|(trouble, _)| trouble);
+    let launch = context.pools.launch_problem(&key, pool.metadata.generation).map(|(problem, _)| problem);
     let machines = context.ledger.of_pool(&key);
     let new = pool_status::status(pool, new, &machines, outcome.err().or(launch), Timestamp::now());
     let written = objects::write_status(&context.shared.client, pool, pool.status.as_ref(), &new).await?;
     if written == Written::Yes {
-        tell(context, pool, &new);
+        report_condition(context, pool, &new);
     }
-    if written == Written::Stale { Err(Error::Conflict) } else { Ok(Next::After(REFRESH)) }
+    if written == Written::Stale { Err(Error::Conflict) } else { Ok(Next::After(REFRESH_PERIOD)) }
 }
 
-/// An event for each new word of the pool's condition.
-fn tell(context: &Ec2Context, pool: &RunnerPool, new: &RunnerPoolStatus) {
+/// Publishes an event when the pool's condition changes.
+fn report_condition(context: &Ec2Context, pool: &RunnerPool, new: &RunnerPoolStatus) {
     let ready = |status: &RunnerPoolStatus| status.conditions.iter().find(|known| known.type_ == READY).cloned();
     let (before, Some(now)) = (pool.status.as_ref().and_then(ready), ready(new)) else { return };
     if before.is_none_or(|before| (&before.reason, &before.message) != (&now.reason, &now.message)) {
         let type_ = if now.status == "True" { EventType::Normal } else { EventType::Warning };
-        context.shared.events.tell(pool, type_, "Refresh", &now.reason, now.message);
+        context.shared.events.record(pool, type_, "Refresh", &now.reason, now.message);
     }
 }
 
-pub fn at_aws(error: AwsError) -> PoolProblem {
+pub fn aws_problem(error: AwsError) -> PoolProblem {
     let reason = match error {
         AwsError::Denied { .. } => PoolReason::AwsDenied,
         AwsError::Throttled { .. } | AwsError::Unreachable { .. } => PoolReason::AwsUnavailable,
@@ -114,7 +114,7 @@ pub fn at_aws(error: AwsError) -> PoolProblem {
     (reason, if hint.is_empty() { error.to_string() } else { format!("{error}; {hint}") })
 }
 
-/// Table, queues and launch template, made or mended; asked for anew when the spec changed or some time has passed.
+/// Creates or repairs the table, the queues and the launch template.
 async fn prepare(
     context: &Ec2Context,
     pool: &RunnerPool,
@@ -123,17 +123,17 @@ async fn prepare(
 ) -> Result<(), PoolProblem> {
     let key = PoolKey::of(pool);
     let cluster = &context.shared.settings.cluster_name;
-    if !context.ledger.ensure().await.map_err(at_aws)? {
+    if !context.ledger.ensure().await.map_err(aws_problem)? {
         return Err((PoolReason::Preparing, "the DynamoDB table is being created".into()));
     }
     let mut queues = Vec::new();
     for class in &ec2.resource_classes {
         let queue = queue_name(cluster, &key, &class.name);
-        let url = context.queues.ensure(&queue, ec2.lifetimes.idle.into()).await.map_err(at_aws)?;
+        let url = context.queues.ensure(&queue, ec2.lifetimes.idle.into()).await.map_err(aws_problem)?;
         queues.push(Queue { resource_class: class.name.clone(), url });
     }
     new.queues = queues;
-    context.machines.check(ec2).await.map_err(at_aws)?;
+    context.machines.check(ec2).await.map_err(aws_problem)?;
     let config = AgentConfig {
         pre_runner_script: ec2.pre_runner_script.clone().unwrap_or_default(),
         scrub_script: ec2.reuse.scrub_script.clone(),
@@ -143,11 +143,11 @@ async fn prepare(
     let script = user_data(&config, &ec2.agent.url, &ec2.agent.sha256)
         .map_err(|error| (PoolReason::UserDataTooLarge, error.to_string()))?;
     let wanted = template(cluster, &key, ec2, BASE64_STANDARD.encode(script));
-    new.launch_template = Some(context.machines.ensure_template(&wanted).await.map_err(at_aws)?);
+    new.launch_template = Some(context.machines.ensure_template(&wanted).await.map_err(aws_problem)?);
     Ok(())
 }
 
-/// A deleted pool waits for its claims, then ends its machines and takes down what it had at AWS.
+/// Deletes a pool: waits for its claims, then ends its machines and deletes its AWS resources.
 async fn remove(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, Error> {
     let key = PoolKey::of(pool);
     let Some(ec2) = &pool.spec.ec2 else { return Ok(Next::AwaitChange) };
@@ -155,12 +155,12 @@ async fn remove(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, Er
     let problem = match context.ledger.load().await {
         Ok(true) => keep_up(context, pool, ec2, &key, &status.queues).await.err(),
         Ok(false) => Some((PoolReason::Deleting, "the DynamoDB table is being created".into())),
-        Err(error) => Some(at_aws(error)),
+        Err(error) => Some(aws_problem(error)),
     };
     let machines = context.ledger.of_pool(&key);
     let outcome = match problem.or_else(|| pool_status::deletion_waits_for(&machines)) {
         Some(problem) => Err(problem),
-        None => take_down(context, pool, ec2, &key).await.map_err(at_aws),
+        None => tear_down(context, pool, ec2, &key).await.map_err(aws_problem),
     };
     match outcome {
         Ok(()) => {
@@ -172,19 +172,19 @@ async fn remove(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, Er
             tracing::info!(pool = %key, message = problem.1, "pool not deleted yet");
             let new = pool_status::status(pool, status, &machines, Some(problem), Timestamp::now());
             objects::write_status(&context.shared.client, pool, pool.status.as_ref(), &new).await?;
-            Ok(Next::After(REMOVE))
+            Ok(Next::After(REMOVE_RETRY))
         }
     }
 }
 
-async fn take_down(context: &Ec2Context, pool: &RunnerPool, ec2: &Ec2Pool, key: &PoolKey) -> Result<(), AwsError> {
-    for tracked in context.ledger.of_pool(key) {
-        if tracked.record.state != State::Terminated {
+async fn tear_down(context: &Ec2Context, pool: &RunnerPool, ec2: &Ec2Pool, key: &PoolKey) -> Result<(), AwsError> {
+    for machine in context.ledger.of_pool(key) {
+        if machine.record.state != State::Terminated {
             let why = "its pool was deleted";
-            context.end_instance(&tracked.record.instance_id, FailureReason::CreationAborted, why).await?;
+            context.end_instance(&machine.record.instance_id, FailureReason::CreationAborted, why).await?;
         }
-        stale_runners::remove_last(context, ec2, &tracked.record).await;
-        context.ledger.forget(&tracked.record.instance_id).await?;
+        stale_runners::remove_last(context, ec2, &machine.record).await;
+        context.ledger.forget(&machine.record.instance_id).await?;
     }
     let cluster = &context.shared.settings.cluster_name;
     let described = context.machines.of_pool(cluster, key).await?;

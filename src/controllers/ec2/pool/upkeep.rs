@@ -1,4 +1,4 @@
-//! The upkeep of a pool's machines: what no claim does with them.
+//! The upkeep of a pool's machines, outside of claims.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
@@ -20,15 +20,15 @@ use paddock_effects::aws::{
 };
 use paddock_record::{Instance, State, Transition, transition};
 
-use super::at_aws;
+use super::aws_problem;
 use crate::controllers::ec2::Ec2Context;
 
-/// How often EC2 and the queues are compared with the records; half as often while claims wait for machines.
-const SWEEP: Duration = Duration::from_secs(30);
+/// How often the records are compared with EC2 and the queues; half as often while claims wait for machines.
+const SWEEP_PERIOD: Duration = Duration::from_secs(30);
 /// Machines ended in one sweep, so that a wrong clock cannot empty the fleet.
 const MAX_ENDS: usize = 20;
 
-/// Moves machines that no claim moves, ends those whose time is up, and compares records with EC2 from time to time.
+/// Transitions machines outside of claims, ends expired ones, and periodically compares the records with EC2.
 pub(super) async fn keep_up(
     context: &Arc<Ec2Context>,
     pool: &RunnerPool,
@@ -40,66 +40,72 @@ pub(super) async fn keep_up(
     let mut ends = 0;
     let instances = context.ledger.of_pool(key);
     let warm = warm::kept(&instances, ec2);
-    let (mut warming, mut leaving, mut renewed) = (Vec::new(), Vec::new(), Vec::new());
-    for tracked in &instances {
-        match upkeep(tracked, ec2, warm.contains(tracked.record.instance_id.as_str()), now) {
+    let (mut warming, mut returning, mut renewed) = (Vec::new(), Vec::new(), Vec::new());
+    for machine in &instances {
+        match upkeep(machine, ec2, warm.contains(machine.record.instance_id.as_str()), now) {
             Upkeep::Leave => {}
-            Upkeep::Warm => warming.push(tracked.clone()),
-            Upkeep::Offer => leaving.push(tracked.clone()),
-            Upkeep::Renew => renewed.push(tracked.clone()),
+            Upkeep::Warm => warming.push(machine.clone()),
+            Upkeep::Pool => returning.push(machine.clone()),
+            Upkeep::Renew => renewed.push(machine.clone()),
             Upkeep::End(..) if ends >= MAX_ENDS => {}
             Upkeep::End(reason, why) => {
                 ends += 1;
-                let id = &tracked.record.instance_id;
-                context.shared.events.tell(pool, EventType::Warning, "Refresh", "WorkerEnded", format!("{id}: {why}"));
-                context.end_instance(id, reason, &why).await.map_err(at_aws)?;
+                let id = &machine.record.instance_id;
+                context.shared.events.record(
+                    pool,
+                    EventType::Warning,
+                    "Refresh",
+                    "WorkerEnded",
+                    format!("{id}: {why}"),
+                );
+                context.end_instance(id, reason, &why).await.map_err(aws_problem)?;
             }
         }
-        if is_forgotten(&tracked.record, context.shared.settings.retention, now) {
-            let record = &tracked.record;
-            context.ledger.forget(&record.instance_id).await.map_err(at_aws)?;
+        if is_forgotten(&machine.record, context.shared.settings.retention, now) {
+            let record = &machine.record;
+            context.ledger.forget(&record.instance_id).await.map_err(aws_problem)?;
         }
     }
-    offer(context, key, leaving, queues).await.map_err(at_aws)?;
-    pool_warm(context, key, warming, ec2, queues).await.map_err(at_aws)?;
-    renew(context, key, renewed, ec2, queues).await.map_err(at_aws)?;
-    offer_missing(context, key, &context.ledger.of_pool(key), queues).await.map_err(at_aws)?;
+    return_to_pool(context, key, returning, queues).await.map_err(aws_problem)?;
+    pool_warm(context, key, warming, ec2, queues).await.map_err(aws_problem)?;
+    renew(context, key, renewed, ec2, queues).await.map_err(aws_problem)?;
+    send_missing(context, key, &context.ledger.of_pool(key), queues).await.map_err(aws_problem)?;
     sweep_if_due(context, key, queues);
     context.pools.upkeep_problem(key).map_or(Ok(()), Err)
 }
 
-/// Starts a sweep, one at a time. EC2 may be slow to list; machines are looked after meanwhile.
+/// Starts a sweep in the background, one at a time: EC2 may be slow to list, and the upkeep must not wait.
 fn sweep_if_due(context: &Arc<Ec2Context>, key: &PoolKey, queues: &[Queue]) {
-    let period = if context.ledger.is_claiming() { 2 * SWEEP } else { SWEEP };
+    let period = if context.ledger.is_claiming() { 2 * SWEEP_PERIOD } else { SWEEP_PERIOD };
     context.pools.sweep_if_due(key, period, || {
         let (context, pool, queues) = (context.clone(), key.clone(), queues.to_vec());
         tokio::spawn(async move {
             let swept = async {
                 sweep(&context, &pool).await?;
-                restore_offers(&context, &pool, &queues).await
+                restore_messages(&context, &pool, &queues).await
             };
-            context.pools.note_sweep(&pool, swept.await.map_err(at_aws).err());
+            context.pools.note_sweep(&pool, swept.await.map_err(aws_problem).err());
         })
     });
 }
 
-/// Changes machines together, and gives those that were as they had been seen.
+/// Applies a transition to machines in one batch. Returns those whose write won.
 async fn apply(
     context: &Ec2Context,
     machines: Vec<Machine>,
     change: impl Fn(&Instance) -> Option<Transition>,
 ) -> Result<Vec<Machine>, AwsError> {
-    let changed = machines.into_iter().filter_map(|tracked| Some((change(&tracked.record)?, tracked)));
+    let changed = machines.into_iter().filter_map(|machine| Some((change(&machine.record)?, machine)));
     let (transitions, machines): (Vec<_>, Vec<_>) = changed.unzip();
     let outcomes = context.ledger.apply(transitions).await?;
-    let won = machines.into_iter().zip(outcomes).filter_map(|(tracked, outcome)| match outcome {
-        WriteOutcome::Won(record) => Some(Machine { record, ..tracked }),
+    let won = machines.into_iter().zip(outcomes).filter_map(|(machine, outcome)| match outcome {
+        WriteOutcome::Won(record) => Some(Machine { record, ..machine }),
         WriteOutcome::Lost(_) => None,
     });
     Ok(won.collect())
 }
 
-/// Their offers carry the old threshold, so new ones go out; whichever is found first is as good.
+/// Renews machines and sends new messages, because the old ones carry the old threshold. Either is valid.
 async fn renew(
     context: &Ec2Context,
     key: &PoolKey,
@@ -110,10 +116,10 @@ async fn renew(
     let now = Timestamp::now();
     let threshold = ec2.lifetimes.idle.after(now);
     let renewed = apply(context, machines, |record| transition::renew(record, threshold, now)).await?;
-    send_offers(context, key, &renewed, queues).await
+    send_messages(context, key, &renewed, queues).await
 }
 
-/// Warm machines go created → running → idle, without a run, and are offered.
+/// Moves warm machines created → running → idle, without a run, and sends their messages.
 async fn pool_warm(
     context: &Ec2Context,
     key: &PoolKey,
@@ -124,23 +130,28 @@ async fn pool_warm(
     let now = Timestamp::now();
     let threshold = ec2.lifetimes.idle.after(now);
     let (created, mut running): (Vec<_>, _) =
-        machines.into_iter().partition(|tracked| tracked.record.state == State::Created);
+        machines.into_iter().partition(|machine| machine.record.state == State::Created);
     running.extend(apply(context, created, |record| transition::warm_up(record, threshold, now)).await?);
     let idle = apply(context, running, |record| transition::make_idle(record, threshold, now)).await?;
-    send_offers(context, key, &idle, queues).await
+    send_messages(context, key, &idle, queues).await
 }
 
-/// The messages first, then the records: a crash in between sends them again, and a second message does no harm.
-async fn offer(context: &Ec2Context, key: &PoolKey, machines: Vec<Machine>, queues: &[Queue]) -> Result<(), AwsError> {
+/// Sends the messages first, then writes the records. After a crash in between they are sent again, which is harmless.
+async fn return_to_pool(
+    context: &Ec2Context,
+    key: &PoolKey,
+    machines: Vec<Machine>,
+    queues: &[Queue],
+) -> Result<(), AwsError> {
     let batches = machines.chunks(MOVES_PER_WRITE).map(async |machines| {
-        send_offers(context, key, machines, queues).await?;
+        send_messages(context, key, machines, queues).await?;
         apply(context, machines.to_vec(), transition::pool).await
     });
     futures::future::try_join_all(batches).await.map(drop)
 }
 
-/// Offers the idle machines that this leader has not offered yet.
-async fn offer_missing(
+/// Sends messages for the idle machines that this leader has not sent yet.
+async fn send_missing(
     context: &Ec2Context,
     key: &PoolKey,
     instances: &[Machine],
@@ -149,41 +160,41 @@ async fn offer_missing(
     let free: HashSet<_> = instances.iter().filter(|t| t.is_free()).map(|t| t.record.instance_id.as_str()).collect();
     let missing = context.pools.unsent(key, &free);
     let missing: Vec<_> = instances.iter().filter(|t| missing.contains(&t.record.instance_id)).cloned().collect();
-    send_offers(context, key, &missing, queues).await
+    send_messages(context, key, &missing, queues).await
 }
 
-/// One whose class was taken out of the pool is not offered: nobody can claim it, and its time runs out.
-async fn send_offers(
+/// Sends idle messages. A machine whose class was removed from the pool gets none: it cannot be claimed and expires.
+async fn send_messages(
     context: &Ec2Context,
     key: &PoolKey,
     machines: &[Machine],
     queues: &[Queue],
 ) -> Result<(), AwsError> {
     for queue in queues {
-        let of_class = |tracked: &&Machine| tracked.record.resource_class == queue.resource_class;
+        let of_class = |machine: &&Machine| machine.record.resource_class == queue.resource_class;
         let machines: Vec<_> = machines.iter().filter(of_class).collect();
-        // Whatever was offered before may carry a threshold that is about to pass.
-        machines.iter().for_each(|tracked| context.pools.forget_sent(key, &tracked.record.instance_id));
-        let messages: Vec<_> = machines.iter().map(|tracked| tracked.idle_message().write()).collect();
+        // Earlier messages may carry a threshold that is about to pass.
+        machines.iter().for_each(|machine| context.pools.forget_sent(key, &machine.record.instance_id));
+        let messages: Vec<_> = machines.iter().map(|machine| machine.idle_message().write()).collect();
         context.queues.send(&queue.url, &messages).await?;
-        machines.iter().for_each(|tracked| context.pools.note_sent(key, &tracked.record.instance_id));
+        machines.iter().for_each(|machine| context.pools.note_sent(key, &machine.record.instance_id));
     }
     Ok(())
 }
 
-/// Offers every idle machine again where a queue has fewer messages than there are machines.
-async fn restore_offers(context: &Ec2Context, key: &PoolKey, queues: &[Queue]) -> Result<(), AwsError> {
+/// Sends the messages of all idle machines again where a queue has fewer messages than machines.
+async fn restore_messages(context: &Ec2Context, key: &PoolKey, queues: &[Queue]) -> Result<(), AwsError> {
     for queue in queues {
         let mut idle = context.ledger.of_pool(key);
-        idle.retain(|tracked| tracked.is_free() && tracked.record.resource_class == queue.resource_class);
+        idle.retain(|machine| machine.is_free() && machine.record.resource_class == queue.resource_class);
         if !idle.is_empty() && (context.queues.size(&queue.url).await? as usize) < idle.len() {
-            send_offers(context, key, &idle, queues).await?;
+            send_messages(context, key, &idle, queues).await?;
         }
     }
     Ok(())
 }
 
-/// Instances that carry our tag and have no live record are nobody's: they end. Records whose instance is gone end too.
+/// Terminates instances with our tag and without a live record, and ends records whose instance is gone.
 async fn sweep(context: &Ec2Context, key: &PoolKey) -> Result<(), AwsError> {
     let now = Timestamp::now();
     let described = context.machines.of_pool(&context.shared.settings.cluster_name, key).await?;
@@ -191,25 +202,25 @@ async fn sweep(context: &Ec2Context, key: &PoolKey) -> Result<(), AwsError> {
         .iter()
         .filter(|d| !d.gone)
         .filter(|d| match context.ledger.get(&d.id) {
-            Some(tracked) => tracked.record.state == State::Terminated,
+            Some(machine) => machine.record.state == State::Terminated,
             None => d.launched_at.is_none_or(|launched| now.duration_since(launched) > ORPHAN_AGE),
         })
         .map(|d| d.id.clone())
         .take(MAX_ENDS)
         .collect();
     if !orphans.is_empty() {
-        tracing::warn!(?orphans, "ending instances that have no live record");
+        tracing::warn!(?orphans, "terminating orphaned instances");
         context.machines.terminate(&orphans).await?;
     }
     let mut ends = 0;
-    for tracked in context.ledger.of_pool(key) {
-        let there = described.iter().find(|described| described.id == tracked.record.instance_id);
-        let seen = there.map(|there| Ec2State { gone: there.gone, reclaimed: there.reclaimed });
-        if let Some((reason, why)) = lost(&tracked, seen, now)
+    for machine in context.ledger.of_pool(key) {
+        let instance = described.iter().find(|described| described.id == machine.record.instance_id);
+        let state = instance.map(|instance| Ec2State { gone: instance.gone, reclaimed: instance.reclaimed });
+        if let Some((reason, why)) = lost(&machine, state, now)
             && ends < MAX_ENDS
         {
             ends += 1;
-            context.end_instance(&tracked.record.instance_id, reason, why).await?;
+            context.end_instance(&machine.record.instance_id, reason, why).await?;
         }
     }
     Ok(())

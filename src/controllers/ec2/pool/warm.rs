@@ -1,4 +1,4 @@
-//! Machines kept warm: what `minIdle` has created.
+//! Creates the warm machines of `minIdle`.
 
 use std::{borrow::Cow, time::Duration};
 
@@ -19,20 +19,20 @@ use paddock_core::{
 use paddock_effects::{aws::AwsError, kube::objects};
 use paddock_record::State;
 
-use super::at_aws;
+use super::aws_problem;
 use crate::controllers::{
     Error,
     ec2::{Ec2Context, launch_room::Reservation},
 };
 
-/// How long `minIdle` waits after a launch that failed, unless the pool is edited.
-const RELAUNCH: Duration = Duration::from_secs(60);
+/// How long `minIdle` waits after a failed launch, unless the pool is edited.
+const RELAUNCH_DELAY: Duration = Duration::from_secs(60);
 
-/// Machines in one order: EC2 answers when all of them were launched, and that must not take longer than a call may.
-const MAX_ORDER: u32 = 100;
+/// Machines in one order: EC2 answers when all are launched, which must not exceed the call timeout.
+const MAX_ORDER_SIZE: u32 = 100;
 
-/// Has machines created until `minIdle` of them are idle or on their way. An order is in the pool's status before EC2 has
-/// it and until its machines are on record, so that a successor sends the same one.
+/// Creates machines until `minIdle` of them are idle or starting. An order is in the pool's status before it is sent
+/// and until its machines have records, so that the next leader sends the same one.
 pub(super) async fn keep_warm(
     context: &Ec2Context,
     pool: &mut Cow<'_, RunnerPool>,
@@ -40,18 +40,18 @@ pub(super) async fn keep_warm(
     key: &PoolKey,
     new: &mut RunnerPoolStatus,
 ) -> Result<Result<(), PoolProblem>, Error> {
-    let there = context.ledger.of_pool(key);
-    let live = there.iter().filter(|tracked| tracked.record.state != State::Terminated).count() as u32;
-    let missing = warm::missing(&there, ec2);
-    let reserve = |wanted| context.launches.reserve(key, live, 1, wanted, ec2.max_instances);
-    if new.fleet.as_ref().is_some_and(|order| context.launches.was_carried_out(key, &order.client_token)) {
+    let machines = context.ledger.of_pool(key);
+    let live = machines.iter().filter(|machine| machine.record.state != State::Terminated).count() as u32;
+    let missing = warm::missing(&machines, ec2);
+    let reserve = |wanted| context.launch_room.reserve(key, live, 1, wanted, ec2.max_instances);
+    if new.fleet.as_ref().is_some_and(|order| context.launch_room.was_carried_out(key, &order.client_token)) {
         new.fleet = None;
         return Ok(Ok(()));
     }
     let (order, _room) = match &new.fleet {
         Some(order) => ((**order).clone(), reserve(order.requested)),
         None => {
-            let (order, room) = match wanted(context, pool, ec2, key, new, || reserve(missing.min(MAX_ORDER))) {
+            let (order, room) = match wanted(context, pool, ec2, key, new, || reserve(missing.min(MAX_ORDER_SIZE))) {
                 Ok(Some(wanted)) => wanted,
                 Ok(None) => return Ok(Ok(())),
                 Err(problem) => return Ok(Err(problem)),
@@ -64,10 +64,10 @@ pub(super) async fn keep_warm(
             (order, Some(room))
         }
     };
-    Ok(carry_out(context, pool, ec2, key, &order, new).await)
+    Ok(send_order(context, pool, ec2, key, &order, new).await)
 }
 
-/// An order for what is missing, where there is room for it and something to order it with.
+/// An order for the missing machines, if there is capacity and a launch template.
 fn wanted(
     context: &Ec2Context,
     pool: &RunnerPool,
@@ -78,7 +78,7 @@ fn wanted(
 ) -> Result<Option<(LaunchOrder, Reservation)>, PoolProblem> {
     let (Some(needs), Some(template)) = (warm::requirements(ec2), &new.launch_template) else { return Ok(None) };
     if let Some((problem, age)) = context.pools.launch_problem(key, pool.metadata.generation)
-        && age < RELAUNCH
+        && age < RELAUNCH_DELAY
     {
         return Err(problem);
     }
@@ -100,8 +100,8 @@ fn wanted(
     Ok(Some((wanted.order(now), room)))
 }
 
-/// Sends an order that is written down, and takes it out of the status when it is known what became of it.
-async fn carry_out(
+/// Sends a persisted order, and removes it from the status when its outcome is known.
+async fn send_order(
     context: &Ec2Context,
     pool: &RunnerPool,
     ec2: &Ec2Pool,
@@ -118,11 +118,11 @@ async fn carry_out(
         Ok(outcome) => outcome,
         Err(error @ (AwsError::Refused { .. } | AwsError::Denied { .. })) => {
             new.fleet = None;
-            let problem = at_aws(error);
-            context.launched(Some(pool), Some(problem.clone()));
+            let problem = aws_problem(error);
+            context.note_launch_outcome(Some(pool), Some(problem.clone()));
             return Err(problem);
         }
-        Err(error) => return Err(at_aws(error)),
+        Err(error) => return Err(aws_problem(error)),
     };
     let now = Timestamp::now();
     let needs = Requirements {
@@ -133,12 +133,12 @@ async fn carry_out(
         allowed_instance_types: order.allowed_instance_types.clone(),
     };
     let launch = |launched| context.launch(launched, key, ec2, &needs, None, now);
-    context.ledger.apply(outcome.launched.iter().filter_map(launch).collect()).await.map_err(at_aws)?;
-    context.launches.note_carried_out(key, &order.client_token);
+    context.ledger.apply(outcome.launched.iter().filter_map(launch).collect()).await.map_err(aws_problem)?;
+    context.launch_room.note_carried_out(key, &order.client_token);
     new.fleet = None;
     context.capacity_memory().note(order, outcome.launched.len(), &outcome.causes, now);
     let problem = launch_problem(&outcome.causes).filter(|_| outcome.launched.is_empty());
-    context.launched(Some(pool), problem.clone());
+    context.note_launch_outcome(Some(pool), problem.clone());
     match problem {
         Some(problem) => Err(problem),
         None if outcome.launched.is_empty() => {

@@ -1,4 +1,4 @@
-//! One watch and one cache per kind, shared by every controller and page.
+//! One watch and one cache per kind, shared by all controllers and pages.
 
 mod owner_index;
 mod trim;
@@ -27,33 +27,33 @@ use tokio::{
 };
 
 use self::{
-    owner_index::Groups,
-    trim::{forget_applied, is_claim_over, is_worker_over, trim_claim, trim_node, trim_pod, trim_worker},
+    owner_index::OwnerIndex,
+    trim::{drop_last_applied, is_claim_over, is_worker_over, trim_claim, trim_node, trim_pod, trim_worker},
 };
 
-/// Objects in one answer when everything is read: a larger one takes memory that is not given back.
-const PAGE: u32 = 100;
-/// How fast a subscriber is told of what is over and was there before: nobody waits for that, and all at once it would take
-/// memory that is never given back.
-const OLD_AT_ONCE: usize = 100;
-const OLD_PAUSE: Duration = Duration::from_millis(10);
+/// Page size of lists. The memory of larger responses is not returned to the system.
+const LIST_PAGE_SIZE: u32 = 100;
+/// Existing finished objects are sent to a subscriber in batches at this interval. They are not urgent, and the memory
+/// to send them all at once would not be returned to the system.
+const FINISHED_BATCH_SIZE: usize = 100;
+const FINISHED_BATCH_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Changes a slow subscriber may fall behind by before it is shown everything anew. Each is kept in memory until as many
-/// came after it.
-const BACKLOG: usize = 256;
+/// How many changes a subscriber may lag behind before all objects are sent again. So many changes are always kept in
+/// memory.
+const CHANGE_BACKLOG: usize = 256;
 
-/// A kind that is watched: its cache, and the stream of its changes.
+/// A watched kind: its cache and the stream of its changes.
 pub struct Watched<K: Resource<DynamicType = ()> + Clone + 'static> {
     pub store: Store<K>,
-    groups: Arc<Groups<K>>,
+    owner_index: Arc<OwnerIndex<K>>,
     changes: broadcast::Sender<Arc<K>>,
     is_over: fn(&K) -> bool,
 }
 
 impl<K: Resource<DynamicType = ()> + Clone + 'static> Clone for Watched<K> {
     fn clone(&self) -> Self {
-        let (store, groups, changes) = (self.store.clone(), self.groups.clone(), self.changes.clone());
-        Self { store, groups, changes, is_over: self.is_over }
+        let (store, owner_index, changes) = (self.store.clone(), self.owner_index.clone(), self.changes.clone());
+        Self { store, owner_index, changes, is_over: self.is_over }
     }
 }
 
@@ -61,8 +61,8 @@ impl<K> Watched<K>
 where
     K: Resource<DynamicType = ()> + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
 {
-    /// Starts watching; the watch ends with the runtime. `trim` drops what nobody here reads; what `is_over` has nothing left
-    /// to be done; `owner` is by what else than its name an object is found.
+    /// Starts a watch that ends with the runtime. `trim` drops fields that are not read; `is_over` is true for finished
+    /// objects; `owner` is the key of the owner index.
     fn start(
         api: Api<K>,
         config: watcher::Config,
@@ -71,9 +71,9 @@ where
         owner: fn(&K) -> Option<&str>,
     ) -> Self {
         let (store, mut writer) = reflector::store();
-        let changes = broadcast::Sender::new(BACKLOG);
-        let groups = Arc::new(Groups::new(owner));
-        let (sender, shown, grouped) = (changes.clone(), store.clone(), groups.clone());
+        let changes = broadcast::Sender::new(CHANGE_BACKLOG);
+        let owner_index = Arc::new(OwnerIndex::new(owner));
+        let (sender, cache, index) = (changes.clone(), store.clone(), owner_index.clone());
         let trim_all = move |object: &mut K| {
             object.meta_mut().managed_fields = None;
             trim(object);
@@ -82,30 +82,30 @@ where
         tokio::spawn(events.for_each(move |event| {
             match event {
                 Ok(event) => {
-                    for object in grouped.apply(event, &mut writer, &shown) {
-                        // No subscriber is no error: a follower has none.
+                    for object in index.apply(event, &mut writer, &cache) {
+                        // Fails without subscribers; a follower has none.
                         let _ = sender.send(object);
                     }
                 }
-                Err(error) => tracing::warn!(kind = %K::kind(&()), %error, "the watch was interrupted"),
+                Err(error) => tracing::warn!(kind = %K::kind(&()), %error, "watch failed"),
             }
             std::future::ready(())
         }));
-        Self { store, groups, changes, is_over }
+        Self { store, owner_index, changes, is_over }
     }
 
-    /// The objects of this owner, at least as far as the stream has told.
+    /// The objects of an owner, at least as recent as the stream.
     pub fn of(&self, owner: &str) -> Vec<Arc<K>> {
-        self.groups.of(owner)
+        self.owner_index.of(owner)
     }
 
-    /// Every object there is, those that are over bit by bit, and each one that changes or goes. The cache always shows at
-    /// least what the stream has told. A subscriber that fell behind is told of every object again.
+    /// All existing objects, finished ones in batches, then every changed or deleted one. The cache is always at least
+    /// as recent as the stream. A subscriber that lags behind gets all objects again.
     pub fn stream(&self) -> impl Stream<Item = Arc<K>> + Send + use<K> {
         let changes = self.changes.subscribe();
         let (old, open) = self.split();
         let start = (changes, old, Instant::now(), self.clone());
-        let told = stream::unfold(start, |(mut changes, mut old, mut next, all)| async move {
+        let rest = stream::unfold(start, |(mut changes, mut old, mut next, all)| async move {
             let batch = tokio::select! {
                 biased;
                 change = changes.recv() => match change {
@@ -118,16 +118,16 @@ where
                     Err(RecvError::Closed) => return None,
                 },
                 () = tokio::time::sleep_until(next), if !old.is_empty() => {
-                    next = Instant::now() + OLD_PAUSE;
-                    old.split_off(old.len().saturating_sub(OLD_AT_ONCE))
+                    next = Instant::now() + FINISHED_BATCH_INTERVAL;
+                    old.split_off(old.len().saturating_sub(FINISHED_BATCH_SIZE))
                 }
             };
             Some((stream::iter(batch), (changes, old, next, all)))
         });
-        stream::iter(open).chain(told.flatten())
+        stream::iter(open).chain(rest.flatten())
     }
 
-    /// What is over, and what is not.
+    /// The finished objects and the others.
     fn split(&self) -> (Vec<Arc<K>>, Vec<Arc<K>>) {
         self.store.state().into_iter().partition(|object| (self.is_over)(object))
     }
@@ -147,16 +147,16 @@ pub struct Stores {
 
 impl Stores {
     pub fn start(client: &Client, namespace: Option<&str>) -> Self {
-        let all = || watcher::Config::default().page_size(PAGE);
+        let all = || watcher::Config::default().page_size(LIST_PAGE_SIZE);
         let (pools, claims, workers) = (
-            Watched::<RunnerPool>::start(scoped(client, namespace), all(), forget_applied, |_| false, |_| None),
+            Watched::<RunnerPool>::start(scoped(client, namespace), all(), drop_last_applied, |_| false, |_| None),
             Watched::<RunnerClaim>::start(scoped(client, namespace), all(), trim_claim, is_claim_over, |_| None),
             Watched::<Worker>::start(scoped(client, namespace), all(), trim_worker, is_worker_over, Worker::claim_uid),
         );
         let runners = all().labels(&format!("{LABEL_APP}={APP}"));
         let pods = Watched::<Pod>::start(scoped(client, namespace), runners, trim_pod, |_| false, |_| None);
         let nodes = Watched::<Node>::start(Api::all(client.clone()), all(), trim_node, |_| false, |_| None);
-        // One task waits for all: a store wakes only the last one who waits for it.
+        // A single task waits for all stores: a store wakes only its last waiter.
         let (filling, filled) = watch::channel(false);
         let stores = Self { pools, claims, workers, pods, nodes, filled };
         let (pools, claims, workers, pods, nodes) = (
@@ -209,26 +209,26 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_over_is_told_bit_by_bit_and_holds_nothing_up() {
+    async fn finished_objects_are_sent_in_batches_and_block_nothing() {
         let (store, mut writer) = reflector::store();
         let node = |name: &str| Node {
             metadata: ObjectMeta { name: Some(name.into()), ..ObjectMeta::default() },
             ..Node::default()
         };
         writer.apply_watcher_event(&watcher::Event::Init);
-        let old: Vec<_> = (0..3 * OLD_AT_ONCE).map(|number| node(&format!("old-{number}"))).collect();
+        let old: Vec<_> = (0..3 * FINISHED_BATCH_SIZE).map(|number| node(&format!("old-{number}"))).collect();
         for node in old.iter().cloned().chain([node("open")]) {
             writer.apply_watcher_event(&watcher::Event::InitApply(node));
         }
         writer.apply_watcher_event(&watcher::Event::InitDone);
         let is_over = |node: &Node| node.name_any().starts_with("old");
-        let groups = Arc::new(Groups::new(|_| None));
-        let nodes = Watched { store, groups, changes: broadcast::Sender::new(BACKLOG), is_over };
-        let told = nodes.stream();
+        let owner_index = Arc::new(OwnerIndex::new(|_| None));
+        let nodes = Watched { store, owner_index, changes: broadcast::Sender::new(CHANGE_BACKLOG), is_over };
+        let received = nodes.stream();
         nodes.changes.send(Arc::new(node("changed"))).unwrap();
-        let told: Vec<_> = told.take(old.len() + 2).map(|node| node.name_any()).collect().await;
-        assert_eq!(told[..2], ["open", "changed"]);
-        let told: HashSet<_> = told.into_iter().collect();
-        assert!(old.iter().all(|node| told.contains(&node.name_any())));
+        let received: Vec<_> = received.take(old.len() + 2).map(|node| node.name_any()).collect().await;
+        assert_eq!(received[..2], ["open", "changed"]);
+        let received: HashSet<_> = received.into_iter().collect();
+        assert!(old.iter().all(|node| received.contains(&node.name_any())));
     }
 }

@@ -1,4 +1,4 @@
-//! What caches keep of each kind: what is read here, and no more. And what is over, with nothing left to be done.
+//! Trims cached objects to the fields that are read, and detects finished objects.
 
 use std::mem::take;
 
@@ -6,26 +6,26 @@ use k8s_openapi::api::core::v1::{Container, Node, NodeStatus, Pod, PodSpec, PodS
 use kube::{Resource, ResourceExt};
 use paddock_core::api::{ClaimPhase, RunnerClaim, Worker, WorkerState};
 
-/// What `kubectl apply` leaves of the object it applied, as text.
-pub fn forget_applied<K: Resource>(object: &mut K) {
+/// Drops the copy of the object that `kubectl apply` stores as an annotation.
+pub fn drop_last_applied<K: Resource>(object: &mut K) {
     object.annotations_mut().remove("kubectl.kubernetes.io/last-applied-configuration");
 }
 
-/// Labels are for those who look for claims; plans go by the spec.
+/// Labels are only for users; the controllers read the spec.
 pub fn trim_claim(claim: &mut RunnerClaim) {
-    forget_applied(claim);
+    drop_last_applied(claim);
     claim.metadata.labels = None;
 }
 
-/// The same; those of machines are compared with what they should be. Of a mere record, what pages show and claims count:
-/// nobody writes its status again.
+/// Trims board workers only: the labels of EC2 workers are compared with the desired ones. A finished worker keeps what
+/// pages show and claims count, because its status is not written again.
 pub fn trim_worker(worker: &mut Worker) {
     if worker.spec.board.is_none() {
         return;
     }
     worker.metadata.labels = None;
-    let is_record = is_worker_over(worker);
-    if let Some(status) = worker.status.as_mut().filter(|_| is_record) {
+    let is_over = is_worker_over(worker);
+    if let Some(status) = worker.status.as_mut().filter(|_| is_over) {
         (status.pod, status.runner, status.conditions) = (None, None, Vec::new());
     }
 }
@@ -41,7 +41,7 @@ pub fn is_worker_over(worker: &Worker) -> bool {
     state.is_some_and(WorkerState::is_over) && worker.finalizers().is_empty()
 }
 
-/// Of a pod, who and where it is, what it asks for and how it fares; of one that ended well, hardly anything.
+/// Keeps a pod's metadata, node, deadline, resources and status; of a succeeded one only the phase and start time.
 pub fn trim_pod(pod: &mut Pod) {
     if let Some(status) = pod.status.as_mut().filter(|status| status.phase.as_deref() == Some("Succeeded")) {
         let (phase, start_time) = (take(&mut status.phase), take(&mut status.start_time));
@@ -63,7 +63,7 @@ pub fn trim_pod(pod: &mut Pod) {
     }
 }
 
-/// Of a node, what pods can get there and whether any should go there; not the images, addresses and volumes.
+/// Keeps what scheduling needs; drops images, addresses and volumes.
 pub fn trim_node(node: &mut Node) {
     node.annotations_mut().clear();
     if let Some(status) = &mut node.status {
