@@ -9,14 +9,8 @@ use kube::{
     runtime::{controller::Controller, reflector::ObjectRef},
 };
 use paddock_core::{
-    api::{
-        Hardware, LABEL_POOL, PoolKind, PoolReason, RunnerPool, RunnerPoolStatus, Slots, Worker, WorkerCounts,
-        WorkerState, ready_condition, set_condition,
-    },
-    boards::{
-        slots::is_active,
-        worker::{holds_runner, state},
-    },
+    api::{Hardware, LABEL_POOL, RunnerPool, RunnerPoolStatus, Worker},
+    boards::{pool_status, slots::is_active, worker::holds_runner},
     names::PoolKey,
 };
 use paddock_effects::kube::objects;
@@ -92,23 +86,8 @@ impl BoardContext {
     fn pool_status(&self, pool: &RunnerPool, obstacle: Option<String>) -> RunnerPoolStatus {
         let key = PoolKey::of(pool);
         let capacity = self.capacity(&self.shared.stores.pools.store.state(), &self.all_workers());
-        let (total, free) = (capacity.total(&key), capacity.free(&key));
-        let mut status = pool.status.clone().unwrap_or_default();
-        status.kind = Some(PoolKind::Board);
-        status.workers = counts(&self.workers_of_pool(&key));
-        status.slots = Some(Slots::new(total, free));
-        status.observed_generation = pool.metadata.generation;
-        let board = pool.spec.board.as_ref().map(|board| board.board.as_str()).unwrap_or_default();
-        let (ready, reason, message) = match obstacle {
-            Some(why) => (false, PoolReason::CredentialsMissing, why),
-            None if total == 0 => {
-                (false, PoolReason::NoBoards, format!("no ready node with slots carries board {board}"))
-            }
-            None => (true, PoolReason::Ready, "jobs are served".into()),
-        };
-        let condition = ready_condition(ready, reason, message, pool.metadata.generation, Timestamp::now());
-        set_condition(&mut status.conditions, condition);
-        status
+        let slots = (capacity.total(&key), capacity.free(&key));
+        pool_status::status(pool, &self.workers_of_pool(&key), slots, obstacle, Timestamp::now())
     }
 
     fn workers_of_pool(&self, pool: &PoolKey) -> Vec<Arc<Worker>> {
@@ -137,25 +116,8 @@ impl BoardContext {
             objects::remove_finalizer(client, pool).await?;
             return Ok(Next::AwaitChange);
         }
-        let mut status = pool.status.clone().unwrap_or_default();
-        status.workers = counts(&held);
-        let message = format!("waiting for {} workers to give their runners back", held.len());
-        let condition =
-            ready_condition(false, PoolReason::Deleting, message, pool.metadata.generation, Timestamp::now());
-        set_condition(&mut status.conditions, condition);
+        let status = pool_status::deleting(pool, &held, Timestamp::now());
         objects::write_status(client, pool, pool.status.as_ref(), &status).await?;
         Ok(Next::After(RESYNC_PERIOD))
-    }
-}
-
-fn counts(workers: &[Arc<Worker>]) -> WorkerCounts {
-    let of =
-        |wanted| u32::try_from(workers.iter().filter(|worker| state(worker) == wanted).count()).unwrap_or(u32::MAX);
-    WorkerCounts {
-        pending: of(WorkerState::Pending),
-        running: of(WorkerState::Running),
-        completed: of(WorkerState::Completed),
-        failed: of(WorkerState::Failed),
-        ..WorkerCounts::default()
     }
 }

@@ -1,4 +1,4 @@
-//! LaunchRoom under way, so that `maxInstances` holds while several claims create machines at once.
+//! Machines being launched, so that `maxInstances` holds while several claims create machines at once.
 
 use std::{
     collections::HashMap,

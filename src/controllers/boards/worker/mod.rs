@@ -12,10 +12,7 @@ use std::{sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt, stream};
 use jiff::Timestamp;
-use k8s_openapi::{
-    api::core::v1::{Node, Pod, Secret},
-    apimachinery::pkg::apis::meta::v1::Time,
-};
+use k8s_openapi::api::core::v1::{Node, Pod, Secret};
 use kube::{
     Api, ResourceExt,
     api::{Patch, PatchParams},
@@ -27,13 +24,13 @@ use kube::{
 };
 use paddock_core::{
     api::{
-        BoardPool, BoardTimeouts, BoardWorker, ClaimReason, FIELD_MANAGER, Failure, PodPlace, Runner, Worker,
-        WorkerState, WorkerStatus, ready_condition, set_condition,
+        BoardPool, BoardTimeouts, BoardWorker, ClaimReason, FIELD_MANAGER, Failure, Worker, WorkerState, WorkerStatus,
     },
     boards::{
-        health::{RunnerFacts, RunnerState, is_unreachable},
-        pod::{adoption, runner_id},
+        health::{RunnerFacts, is_unreachable},
+        pod::adoption,
         worker::{self, ClaimView, FAILURES_KEPT, Keep, Observed, WorkerAction, WorkerFacts, is_failed},
+        worker_status,
     },
     demand::schedule::is_open,
 };
@@ -203,27 +200,8 @@ impl Work<'_> {
 
     /// The current status with the constant fields filled in.
     pub fn status(&self) -> WorkerStatus {
-        let mut status = self.worker.status.clone().unwrap_or_default();
         let claim = self.board.shared.stores.claims.store.get(&reference(&self.namespace, &self.spec.claim));
-        status.claim = Some(self.spec.claim.clone());
-        status.run_id = status.run_id.or_else(|| claim.map(|claim| claim.spec.run_id.clone()));
-        let runner = status.runner.get_or_insert_with(|| Runner { id: None, name: self.name.clone() });
-        runner.id = runner.id.or_else(|| self.pod.and_then(runner_id));
-        status.observed_generation = self.worker.metadata.generation;
-        self.enter(&mut status, worker::state(self.worker));
-        status
-    }
-
-    fn enter(&self, status: &mut WorkerStatus, state: WorkerState) {
-        if status.state != Some(state) {
-            status.state = Some(state);
-            status.state_since = Some(Time(Timestamp::now()));
-        }
-    }
-
-    pub fn set_ready(&self, status: &mut WorkerStatus, ready: bool, reason: ClaimReason, message: &str) {
-        let generation = self.worker.metadata.generation;
-        set_condition(&mut status.conditions, ready_condition(ready, reason, message, generation, Timestamp::now()));
+        worker_status::current(self.worker, claim.as_deref(), self.pod, Timestamp::now())
     }
 
     pub async fn write(&self, status: &WorkerStatus) -> Result<Written, Error> {
@@ -233,8 +211,7 @@ impl Work<'_> {
     }
 
     pub async fn wait(&self, reason: ClaimReason, error: &AccountError) -> Result<Next, Error> {
-        let mut status = self.status();
-        self.set_ready(&mut status, false, reason, &error.to_string());
+        let status = worker_status::waiting(self.worker, self.status(), reason, &error.to_string(), Timestamp::now());
         self.write(&status).await?;
         Ok(Next::After(error.retry()))
     }
@@ -257,29 +234,9 @@ impl Work<'_> {
         if observed.state == WorkerState::Pending && self.worker.status.is_none() && starting {
             return Ok(Next::After(Duration::from_secs(1)));
         }
-        let mut status = self.status();
-        status.set_pod(PodPlace { name: self.name.clone(), node: observed.node });
+        let status = worker_status::observed(self.worker, self.status(), &observed, runner_facts, Timestamp::now());
         if let Some(failure) = observed.failure {
             return self.fail_with(status, failure).await;
-        }
-        self.enter(&mut status, observed.state);
-        match observed.state {
-            // Ready means that GitHub reports the runner online; a running pod is not enough.
-            WorkerState::Running if runner_facts.is_there() => {
-                self.set_ready(&mut status, true, ClaimReason::Ready, "its runner is online");
-            }
-            WorkerState::Running if worker::is_up(self.worker) => {}
-            WorkerState::Running => {
-                let unknown = runner_facts.sighting.is_some_and(|sighting| sighting.seen == RunnerState::Unknown);
-                let what = if unknown { "GitHub does not know its runner" } else { "its runner is not online yet" };
-                self.set_ready(&mut status, false, ClaimReason::Validating, &format!("the pod runs; {what}"));
-            }
-            WorkerState::Completed => self.set_ready(&mut status, false, ClaimReason::Completed, "its job is done"),
-            WorkerState::Pending => {
-                let message = observed.waiting.unwrap_or_else(|| "the pod is starting".into());
-                self.set_ready(&mut status, false, ClaimReason::Validating, &message);
-            }
-            _ => {}
         }
         self.write(&status).await?;
         Ok(requeue_by(next))
@@ -289,12 +246,10 @@ impl Work<'_> {
         self.fail_with(self.status(), failure).await
     }
 
-    async fn fail_with(&self, mut status: WorkerStatus, failure: Failure) -> Result<Next, Error> {
+    async fn fail_with(&self, status: WorkerStatus, failure: Failure) -> Result<Next, Error> {
         let failure = self.diagnose(failure).await;
         let (reason, message) = (failure.reason.as_str(), failure.message.clone());
-        self.enter(&mut status, WorkerState::Failed);
-        self.set_ready(&mut status, false, ClaimReason::WorkerLost, &message);
-        status.failure = Some(failure.into());
+        let status = worker_status::failed(self.worker, status, failure, Timestamp::now());
         if self.write(&status).await? == Written::Yes {
             tracing::warn!(worker = self.name, reason, why = message, "worker failed");
             self.board.shared.events.record(self.worker, EventType::Warning, "Fail", reason, message);
