@@ -198,7 +198,7 @@ mod tests {
     fn installation(script: &str) -> (tempfile::TempDir, Installation) {
         let dir = tempfile::tempdir().unwrap();
         for name in ["config.sh", "run.sh"] {
-            write_program(&dir.path().join(name), &format!("#!/bin/bash\n{script}\n")).unwrap();
+            write_program(&dir.path().join(name), format!("#!/bin/bash\n{script}\n")).unwrap();
         }
         let installation = Installation { dir: dir.path().into(), log: dir.path().join("log"), user: User::Own };
         (dir, installation)

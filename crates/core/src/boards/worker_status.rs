@@ -19,7 +19,7 @@ pub fn current(worker: &Worker, claim: Option<&RunnerClaim>, pod: Option<&Pod>, 
     let (name, spec) = (worker.metadata.name.clone().unwrap_or_default(), worker.spec.board.as_ref());
     status.claim = spec.map(|spec| spec.claim.clone());
     status.run_id = status.run_id.or_else(|| claim.map(|claim| claim.spec.run_id.clone()));
-    let runner = status.runner.get_or_insert_with(|| Runner { id: None, name });
+    let runner = status.runner.get_or_insert(Runner { id: None, name });
     runner.id = runner.id.or_else(|| pod.and_then(runner_id));
     status.observed_generation = worker.metadata.generation;
     enter(&mut status, worker::state(worker), now);

@@ -40,7 +40,7 @@ impl Work {
             ClaimAction::FallBack { terminate, message, .. } => self.fall_back(terminate, message).await,
             ClaimAction::Seal(ids) => self.seal(supply, &observed.chosen(ids)).await,
             ClaimAction::Replace(failed) => self.replace(failed).await,
-            ClaimAction::AwaitAgents => Ok(self.await_agents(&supply.spec).await),
+            ClaimAction::AwaitAgents => Ok(self.await_agents(supply.spec).await),
             ClaimAction::Start(ids) => self.start(supply, &observed.chosen(ids)).await,
             ClaimAction::Nothing
             | ClaimAction::Wait(_)
