@@ -11,6 +11,7 @@ use kube::{
         reflector::ObjectRef,
     },
 };
+use paddock_core::backoff::Backoff;
 pub use paddock_core::next::Next;
 use paddock_effects::{
     aws::AwsError,
@@ -107,8 +108,8 @@ pub async fn drive<K, C, F>(
         .await;
 }
 
-/// Runs `pass` now and after each `period`, until `stop`. A failed pass is retried after [`ERROR_RETRY`] if that is
-/// sooner. `stop` interrupts a pass, as a crash would.
+/// Runs `pass` now and after each `period`, until `stop`. A failed pass is retried sooner, see [`pause`]. `stop`
+/// interrupts a pass, as a crash would.
 pub async fn every<F: Future<Output = Result<(), Error>>>(
     name: &'static str,
     period: Duration,
@@ -117,24 +118,34 @@ pub async fn every<F: Future<Output = Result<(), Error>>>(
     mut pass: impl FnMut() -> F,
 ) {
     let label = ControllerLabel { controller: name };
+    let mut failures = 0;
     loop {
         metrics.reconciles.get_or_create(&label).inc();
         let outcome = tokio::select! {
             () = stop.cancelled() => return,
             outcome = pass() => outcome,
         };
-        let pause = match outcome {
-            Ok(()) => period,
+        match outcome {
+            Ok(()) => failures = 0,
             Err(error) => {
+                failures += 1;
                 metrics.reconcile_errors.get_or_create(&label).inc();
                 tracing::warn!(controller = name, %error, "pass failed");
-                ERROR_RETRY.min(period)
             }
-        };
+        }
         tokio::select! {
             () = stop.cancelled() => return,
-            () = tokio::time::sleep(pause) => {}
+            () = tokio::time::sleep(pause(period, failures)) => {}
         }
+    }
+}
+
+/// The time until the next pass: the period, or less after a failure, from [`ERROR_RETRY`] doubling up to the period. A
+/// pass that keeps failing makes no more calls than one that succeeds.
+fn pause(period: Duration, failures: u32) -> Duration {
+    match failures {
+        0 => period,
+        _ => Backoff::new(ERROR_RETRY, period).delay(failures),
     }
 }
 
@@ -146,6 +157,14 @@ pub fn reference<K: Resource<DynamicType = ()>>(namespace: &str, name: &str) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_failing_pass_is_retried_soon_and_then_less_often() {
+        let pauses =
+            |period| [0, 1, 2, 3, 4, 5, 99].map(|failures| pause(Duration::from_secs(period), failures).as_secs());
+        assert_eq!(pauses(60), [60, 5, 10, 20, 40, 60, 60]);
+        assert_eq!(pauses(3), [3; 7]);
+    }
 
     #[tokio::test]
     async fn passes_go_on_after_a_failure_which_is_counted_and_end_with_stop() {
