@@ -18,7 +18,7 @@ use paddock_core::{
     stale_runner::{Listed, Verdict, is_doubtful, verdict, without_worker},
 };
 use paddock_effects::{
-    github::{KnownRunner, credentials::Credentials},
+    github::{KnownRunner, Removal, credentials::Credentials},
     kube::objects::KubeError,
     lock,
 };
@@ -93,8 +93,10 @@ pub async fn remove_last(context: &Ec2Context, pool: &Ec2Pool, record: &Instance
         let credentials = context.shared.credentials.get_or_last(&namespace, &pool.github.credentials_ref.name).await?;
         remove(&context.shared, &credentials, &scope(pool), &record.instance_id, None).await
     };
-    if let Err(error) = removed.await {
-        tracing::warn!(runner = record.instance_id, %error, "runner may be left at GitHub");
+    match removed.await {
+        Ok(Removal::Deleted | Removal::Gone) => {}
+        Ok(Removal::Busy) => tracing::warn!(runner = record.instance_id, "busy runner is left at GitHub"),
+        Err(error) => tracing::warn!(runner = record.instance_id, %error, "runner may be left at GitHub"),
     }
 }
 
@@ -105,13 +107,17 @@ async fn remove(
     scope: &Scope,
     name: &str,
     id: Option<i64>,
-) -> Result<(), Error> {
+) -> Result<Removal, Error> {
     let removal = match id {
         Some(id) => shared.github.delete_runner(credentials, scope, id).await?,
         None => shared.github.remove_runner(credentials, scope, name).await?,
     };
-    tracing::info!(runner = name, %scope, ?removal, "stale runner removed");
-    Ok(())
+    match removal {
+        Removal::Deleted => tracing::info!(runner = name, %scope, "stale runner removed"),
+        Removal::Gone => {}
+        Removal::Busy => tracing::info!(runner = name, %scope, "stale runner not removed: it is busy"),
+    }
+    Ok(removal)
 }
 
 /// Removes our runners that have no worker.
