@@ -49,9 +49,11 @@ impl PoolMemory {
         act(self.pools().entry(pool.clone()).or_default())
     }
 
-    /// For a deleted pool.
+    /// For a deleted pool. Its sweep is stopped, as a crash would: a later pool of the same name starts afresh.
     pub fn forget(&self, pool: &PoolKey) {
-        self.pools().remove(pool);
+        if let Some(Memory { sweep: Some((_, sweep)), .. }) = self.pools().remove(pool) {
+            sweep.abort();
+        }
     }
 
     /// Whether this generation of the pool was not compared with AWS within `period`; if so, it counts as compared now.
@@ -79,8 +81,11 @@ impl PoolMemory {
         });
     }
 
+    /// Ignored if the pool was deleted during its sweep.
     pub fn note_sweep(&self, pool: &PoolKey, problem: Option<PoolProblem>) {
-        self.with(pool, |memory| memory.sweep_problem = problem);
+        if let Some(memory) = self.pools().get_mut(pool) {
+            memory.sweep_problem = problem;
+        }
     }
 
     pub fn note_reload(&self, problem: Option<PoolProblem>) {
@@ -184,5 +189,21 @@ mod tests {
         sweep(Duration::ZERO);
         sweep(Duration::ZERO);
         assert_eq!(sweeps.into_inner(), 1);
+    }
+
+    #[tokio::test]
+    async fn the_sweep_of_a_deleted_pool_is_stopped_and_leaves_nothing() {
+        let memory = PoolMemory::default();
+        let (running, stopped) = tokio::sync::oneshot::channel::<()>();
+        memory.sweep_if_due(&linux(), Duration::ZERO, || {
+            tokio::spawn(async {
+                let _running = running;
+                std::future::pending().await
+            })
+        });
+        memory.forget(&linux());
+        stopped.await.expect_err("the task is dropped");
+        memory.note_sweep(&linux(), Some((PoolReason::AwsUnavailable, "it ended late".to_owned())));
+        assert_eq!(memory.upkeep_problem(&linux()), None);
     }
 }

@@ -75,18 +75,18 @@ async fn refresh(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, E
         false => Ok(()),
     };
     let mut pool = Cow::Borrowed(pool);
-    let outcome = match prepared.and(kept) {
+    let problem = match prepared.and(kept) {
         Ok(()) => keep_warm(context, &mut pool, ec2, &key, &mut new).await?,
-        problem => problem,
+        Err(problem) => Some(problem),
     };
     let pool = pool.as_ref();
     // An AWS resource may be missing: the next reconciliation repairs it. It cannot repair missing capacity.
-    if outcome.as_ref().is_err_and(|(reason, _)| *reason != PoolReason::InsufficientCapacity) {
+    if problem.as_ref().is_some_and(|(reason, _)| *reason != PoolReason::InsufficientCapacity) {
         context.pools.prepare_again(&key);
     }
     let launch = context.pools.launch_problem(&key, pool.metadata.generation).map(|(problem, _)| problem);
     let machines = context.ledger.of_pool(&key);
-    let new = pool_status::status(pool, new, &machines, outcome.err().or(launch), Timestamp::now());
+    let new = pool_status::status(pool, new, &machines, problem.or(launch), Timestamp::now());
     let written = objects::write_status(&context.shared.client, pool, pool.status.as_ref(), &new).await?;
     if written == Written::Yes {
         report_condition(context, pool, &new);

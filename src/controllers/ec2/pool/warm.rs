@@ -32,39 +32,39 @@ const RELAUNCH_DELAY: Duration = Duration::from_secs(60);
 const MAX_ORDER_SIZE: u32 = 100;
 
 /// Creates machines until `minIdle` of them are idle or starting. An order is in the pool's status before it is sent
-/// and until its machines have records, so that the next leader sends the same one.
+/// and until its machines have records, so that the next leader sends the same one. Returns what keeps it from doing so.
 pub(super) async fn keep_warm(
     context: &Ec2Context,
     pool: &mut Cow<'_, RunnerPool>,
     ec2: &Ec2Pool,
     key: &PoolKey,
     new: &mut RunnerPoolStatus,
-) -> Result<Result<(), PoolProblem>, Error> {
+) -> Result<Option<PoolProblem>, Error> {
     let machines = context.ledger.of_pool(key);
     let live = machines.iter().filter(|machine| machine.record.state != State::Terminated).count() as u32;
     let missing = warm::missing(&machines, ec2);
     let reserve = |wanted| context.launch_room.reserve(key, live, 1, wanted, ec2.max_instances);
     if new.fleet.as_ref().is_some_and(|order| context.launch_room.was_carried_out(key, &order.client_token)) {
         new.fleet = None;
-        return Ok(Ok(()));
+        return Ok(None);
     }
     let (order, _room) = match &new.fleet {
         Some(order) => ((**order).clone(), reserve(order.requested)),
         None => {
             let (order, room) = match wanted(context, pool, ec2, key, new, || reserve(missing.min(MAX_ORDER_SIZE))) {
                 Ok(Some(wanted)) => wanted,
-                Ok(None) => return Ok(Ok(())),
-                Err(problem) => return Ok(Err(problem)),
+                Ok(None) => return Ok(None),
+                Err(problem) => return Ok(Some(problem)),
             };
             new.fleet = Some(order.clone().into());
             match objects::replace_status(&context.shared.client, pool.as_ref(), new).await? {
                 Some(written) => *pool = Cow::Owned(written),
-                None => return Ok(Ok(())),
+                None => return Ok(None),
             }
             (order, Some(room))
         }
     };
-    Ok(send_order(context, pool, ec2, key, &order, new).await)
+    Ok(send_order(context, pool, ec2, key, &order, new).await.err())
 }
 
 /// An order for the missing machines, if there is capacity and a launch template.
