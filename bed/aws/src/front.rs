@@ -88,8 +88,8 @@ pub struct Front {
     /// Files that machines download, by URL path. They are in memory: a hundred machines boot at a time, and streaming
     /// from disk costs an unoptimised build one CPU second each.
     pub files: Mutex<HashMap<String, Bytes>>,
-    /// moto is not thread-safe: one call at a time.
-    pub moto: tokio::sync::Mutex<()>,
+    /// moto is not thread-safe: one call at a time. Its descriptions, by request, since the last change.
+    pub moto: tokio::sync::Mutex<HashMap<String, String>>,
 }
 
 pub struct Upstream {
@@ -109,13 +109,29 @@ impl Front {
         self.post(upstream, self.http.post(url).headers(headers).body(body)).await
     }
 
-    /// Calls moto; its errors become [`Failure::Refused`].
+    /// Calls moto; its errors become [`Failure::Refused`]. moto takes seconds to list a thousand instances, so a
+    /// description is kept until the next call that may change something.
     pub async fn moto(&self, form: &Form) -> Outcome<String> {
+        let body = form.encode();
+        let describes = form.get("Action").is_some_and(|action| action.starts_with("Describe"));
+        // Held during the call: moto answers one at a time.
+        let mut descriptions = self.moto.lock().await;
+        match descriptions.get(&body) {
+            Some(text) if describes => return Ok(text.clone()),
+            _ if !describes => descriptions.clear(),
+            _ => {}
+        }
         let request = self.http.post(&self.ec2.url).header(header::AUTHORIZATION, EC2_CREDENTIAL);
-        let request = request.header(header::CONTENT_TYPE, "application/x-www-form-urlencoded").body(form.encode());
-        let _one_at_a_time = self.moto.lock().await;
+        let request = request.header(header::CONTENT_TYPE, "application/x-www-form-urlencoded").body(body.clone());
         let answer = self.post(&self.ec2, request).await?;
-        if answer.ok() { Ok(answer.text()) } else { Err(Failure::Refused(Box::new(answer))) }
+        if !answer.ok() {
+            return Err(Failure::Refused(Box::new(answer)));
+        }
+        let text = answer.text();
+        if describes {
+            descriptions.insert(body, text.clone());
+        }
+        Ok(text)
     }
 
     pub async fn post(&self, upstream: &Upstream, request: reqwest::RequestBuilder) -> Outcome<Answer> {
