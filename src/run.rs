@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, bail};
 use kube::{Client, Config};
 use paddock_effects::{
     fence::Fence,
-    kube::{client, leader::Election, stores::Stores},
+    kube::{client, lanes::Lanes, leader::Election, stores::Stores},
     metrics::Metrics,
 };
 use tokio::signal::unix::{SignalKind, signal};
@@ -56,8 +56,9 @@ async fn operate(settings: Settings) -> Result<()> {
     let namespace = config.default_namespace.clone();
     let client = Client::try_from(config.clone())?;
     let fence = Fence::default();
-    let webhook_client = client::webhook(config.clone())?;
-    let leader_client = client::leader(config, &fence)?;
+    let lanes = Lanes::default();
+    let webhook_client = client::webhook(config.clone(), &lanes)?;
+    let leader_clients = client::leader(config, &fence, &lanes)?;
 
     let stop = CancellationToken::new();
     tokio::spawn(stop_on_signal(stop.clone())?);
@@ -80,7 +81,7 @@ async fn operate(settings: Settings) -> Result<()> {
     }
     let election =
         Election { client, namespace, identity: identity(), duration: settings.lease_duration, fence: fence.clone() };
-    let shared = Arc::new(Shared::new(settings, leader_client, &fence, stores, metrics.clone()));
+    let shared = Arc::new(Shared::new(settings, leader_clients, lanes, &fence, stores, metrics.clone()));
     let ec2 = Arc::new(Ec2Context::new(shared, &fence).await);
     let (work_tx, work_rx) = tokio::sync::oneshot::channel();
     let elected = || {

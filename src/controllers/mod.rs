@@ -4,7 +4,6 @@ pub mod boards;
 pub mod ec2;
 mod retention;
 mod runtime;
-pub mod rush;
 mod scheduler;
 mod stale_runners;
 
@@ -14,7 +13,7 @@ use kube::Client;
 use paddock_effects::{
     fence::Fence,
     github::{GitHub, credentials::CredentialStore},
-    kube::{events::Events, stores::Stores},
+    kube::{client::LeaderClients, events::Events, lanes::Lanes, stores::Stores},
     metrics::Metrics,
 };
 use tokio_util::sync::CancellationToken;
@@ -26,8 +25,11 @@ use crate::{settings::Settings, webhook::intake::Intake};
 /// State shared by every controller.
 pub struct Shared {
     pub settings: Settings,
-    /// Writes only while this replica leads.
+    /// The urgent lane. Writes only while this replica leads.
     pub client: Client,
+    /// The background lane of the same.
+    pub background: Client,
+    pub lanes: Lanes,
     pub stores: Stores,
     pub metrics: Metrics,
     pub github: GitHub,
@@ -36,13 +38,23 @@ pub struct Shared {
 }
 
 impl Shared {
-    pub fn new(settings: Settings, client: Client, fence: &Fence, stores: Stores, metrics: Metrics) -> Self {
+    pub fn new(
+        settings: Settings,
+        clients: LeaderClients,
+        lanes: Lanes,
+        fence: &Fence,
+        stores: Stores,
+        metrics: Metrics,
+    ) -> Self {
+        let LeaderClients { urgent: client, background } = clients;
         Self {
             github: GitHub::new(&settings.github_api_url, fence.clone()),
             credentials: CredentialStore::new(client.clone()),
-            events: Events::new(client.clone()),
+            events: Events::new(background.clone()),
             settings,
             client,
+            background,
+            lanes,
             stores,
             metrics,
         }
@@ -53,10 +65,10 @@ impl Shared {
 pub async fn run(ec2: Arc<Ec2Context>, intake: Intake, stop: CancellationToken) {
     let shared = ec2.shared.clone();
     tokio::join!(
-        shared.events.publish(&ec2.ledger, stop.clone()),
+        shared.events.publish(stop.clone()),
         stale_runners::run(ec2.clone(), stop.clone()),
         ec2::run(ec2.clone(), stop.clone()),
-        boards::run(shared.clone(), intake.rush.clone(), stop.clone()),
+        boards::run(shared.clone(), stop.clone()),
         crate::webhook::redelivery::run(shared.clone(), intake, stop.clone()),
         retention::run(shared.clone(), stop.clone()),
     );

@@ -112,7 +112,7 @@ impl BoardContext {
             }
         }
         let mut outcome = Ok(());
-        let rush = (!to_create.is_empty()).then(|| self.rush.enter());
+        let urgent = (!to_create.is_empty()).then(|| self.shared.lanes.urgent());
         let mut created = stream::iter(to_create)
             .map(|(claim, worker)| async move { (claim.uid(), self.create_worker(&claim, worker).await) })
             .buffer_unordered(CONCURRENT_CREATES);
@@ -126,7 +126,7 @@ impl BoardContext {
                 }
             }
         }
-        drop((created, creation, rush));
+        drop((created, creation, urgent));
         let retry_at = waits.values().filter_map(|wait: &Wait| wait.retry_at).min();
         self.enqueue_claims(waits, &claims);
         outcome.map(|()| retry_at)

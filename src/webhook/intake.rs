@@ -26,7 +26,7 @@ use paddock_core::{
 use paddock_effects::kube::stores::Stores;
 use serde_json::json;
 
-use crate::controllers::{reference, rush::Rush};
+use crate::controllers::reference;
 
 /// Conflicts before a write is given up. Each conflict means that another writer made progress.
 const MAX_CONFLICTS: usize = 8;
@@ -40,7 +40,6 @@ pub struct Intake {
     stores: Stores,
     /// Namespaces where claims of jobs were observed: a pool may be deleted before its last job has ended.
     claim_namespaces: Arc<RwLock<BTreeSet<String>>>,
-    pub rush: Arc<Rush>,
 }
 
 impl Intake {
@@ -55,7 +54,7 @@ impl Intake {
             }
             std::future::ready(())
         }));
-        Self { client, stores, claim_namespaces, rush: Arc::default() }
+        Self { client, stores, claim_namespaces }
     }
 
     /// Whether the caches are filled. No event can be decided before that.
@@ -141,7 +140,6 @@ impl Intake {
 
     async fn create(&self, claim: &RunnerClaim) -> Result<WebhookOutcome, WriteError> {
         let parameters = PostParams { field_manager: Some(FIELD_MANAGER.into()), ..PostParams::default() };
-        let _rush = self.rush.enter();
         match self.api(claim).create(&parameters, claim).await {
             Ok(_) => {
                 let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());

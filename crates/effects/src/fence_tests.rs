@@ -16,7 +16,10 @@ use tokio::{net::TcpListener, sync::watch, task::JoinSet, time::timeout};
 use super::*;
 use crate::{
     aws::Clients,
-    kube::client::{self, LEADER_REQUESTS},
+    kube::{
+        client::{self, LEADER_REQUESTS},
+        lanes::Lanes,
+    },
 };
 
 /// Timeout that is long enough for a busy machine.
@@ -79,7 +82,7 @@ impl Server {
 
     fn config_maps(&self, fence: &Fence) -> Api<ConfigMap> {
         let config = Config::new(self.url.parse().unwrap());
-        Api::namespaced(client::leader(config, fence).unwrap(), "default")
+        Api::namespaced(client::leader(config, fence, &Lanes::default()).unwrap().urgent, "default")
     }
 }
 

@@ -22,7 +22,7 @@ use paddock_core::{
 use paddock_effects::kube::objects::{self, Written};
 use tokio_util::sync::CancellationToken;
 
-use super::{BACKGROUND_WRITE_DELAY, BoardContext, RESYNC_PERIOD, enqueued, lock, requeue_by};
+use super::{BoardContext, RESYNC_PERIOD, enqueued, lock, requeue_by};
 use crate::controllers::{Error, Next, drive, reference};
 
 /// How long a new claim in progress goes without a status: most have a pod by then, which saves a write.
@@ -40,7 +40,8 @@ pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
         open.iter().map(|claim| ObjectRef::from_obj(&**claim)).collect()
     };
     let controller = Controller::for_shared_stream(stores.claims.stream(), stores.claims.store.clone())
-        .with_config(Config::default().concurrency(16))
+        // No limit: progress waits for its lane and must not block other claims.
+        .with_config(Config::default().concurrency(0))
         .watches_shared_stream(stores.workers.stream(), claim_of_worker)
         .watches_shared_stream(stores.pools.stream(), open_claims)
         .reconcile_on(enqueued(&board.claims));
@@ -89,9 +90,6 @@ impl BoardContext {
             return Ok(Next::After(FIRST_STATUS_DELAY));
         }
         let over = new.phase.is_some_and(ClaimPhase::is_over);
-        if !over && self.rush.is_on() {
-            return Ok(Next::After(BACKGROUND_WRITE_DELAY));
-        }
         self.write(claim, &new).await?;
         Ok(if over { Next::AwaitChange } else { requeue_by(None) })
     }
@@ -143,7 +141,9 @@ impl BoardContext {
     }
 
     async fn write(&self, claim: &RunnerClaim, new: &RunnerClaimStatus) -> Result<(), Error> {
-        let written = objects::write_status(&self.shared.client, claim, claim.status.as_ref(), new).await?;
+        let over = new.phase.is_some_and(ClaimPhase::is_over);
+        let client = if over { &self.shared.client } else { &self.shared.background };
+        let written = objects::write_status(client, claim, claim.status.as_ref(), new).await?;
         let before = claim.status.as_ref().and_then(|status| status.phase);
         if written == Written::Yes && before != new.phase {
             self.report_phase(claim, new);

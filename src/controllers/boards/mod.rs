@@ -30,28 +30,22 @@ use paddock_core::{
     names::name_prefix,
 };
 use paddock_effects::lock;
-use tokio::sync::{Notify, Semaphore, SemaphorePermit, broadcast};
+use tokio::sync::{Notify, broadcast};
 use tokio_util::sync::CancellationToken;
 
 use self::{memory::Memory, quotas::Limits, reservations::Reservations, timers::Timers};
-use super::{Next, Shared, reference, rush::Rush, time_until};
+use super::{Next, Shared, reference, time_until};
 
 /// How often objects that are not in a final state are reconciled without an event.
 pub(super) const RESYNC_PERIOD: Duration = Duration::from_secs(15);
-/// How long status writes are deferred while claims and pods are being created, before the next check.
-const BACKGROUND_WRITE_DELAY: Duration = Duration::from_millis(300);
 /// Enqueued objects buffered for a slow controller; it also resyncs periodically, so older ones may be dropped.
 const ENQUEUE_BUFFER: usize = 1024;
-/// Concurrent writes for workers: more would only slow down the API server.
-const CONCURRENT_WRITES: usize = 24;
 
-pub async fn run(shared: Arc<Shared>, rush: Arc<Rush>, stop: CancellationToken) {
+pub async fn run(shared: Arc<Shared>, stop: CancellationToken) {
     let board = Arc::new(BoardContext {
         limits: Limits::new(shared.settings.entity_limits_file.clone()),
         prefix: name_prefix(&shared.settings.cluster_name),
         creation_lock: tokio::sync::Mutex::default(),
-        write_permits: Semaphore::new(CONCURRENT_WRITES),
-        rush,
         reservations: Reservations::default(),
         memory: Memory::default(),
         changed: Notify::new(),
@@ -80,9 +74,6 @@ pub(super) struct BoardContext {
     /// Held while workers are created and while claims and pools are released, so that none is created for one that is
     /// being released.
     pub(super) creation_lock: tokio::sync::Mutex<()>,
-    /// Limits concurrent writes for workers. No permit is held while waiting for GitHub.
-    pub(super) write_permits: Semaphore,
-    pub(super) rush: Arc<Rush>,
     pub(super) reservations: Reservations,
     pub(super) memory: Memory,
     pub(super) timers: Timers,
@@ -135,10 +126,6 @@ impl BoardContext {
             }
         }
         own
-    }
-
-    async fn write_permit(&self) -> SemaphorePermit<'_> {
-        self.write_permits.acquire().await.expect("the semaphore is never closed")
     }
 
     fn pod_of(&self, worker: &Worker) -> Option<Arc<Pod>> {

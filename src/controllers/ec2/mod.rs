@@ -49,8 +49,6 @@ pub struct Ec2Context {
     pub launch_room: Arc<LaunchRoom>,
     pub runs: Runs,
     pub tokens: Tokens,
-    /// Cloned by each claim that acquires machines; the reference count is their number.
-    pub claims_under_way: Arc<()>,
     capacity_memory: Mutex<CapacityMemory>,
 }
 
@@ -69,7 +67,6 @@ impl Ec2Context {
             launch_room: Arc::default(),
             runs: Runs::default(),
             tokens: Tokens::default(),
-            claims_under_way: Arc::default(),
             capacity_memory: Mutex::new(CapacityMemory::new(shared.settings.capacity_memory)),
             shared,
         }

@@ -1,9 +1,6 @@
 //! Workers mirror records: one `Worker` object per instance, written only when it changed.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
 use futures::{StreamExt, stream};
 use kube::{
@@ -16,7 +13,10 @@ use paddock_core::{
     names::PoolKey,
 };
 use paddock_effects::{
-    kube::objects::{self, KubeError, Written},
+    kube::{
+        lanes::BACKGROUND_DELAY_MAX,
+        objects::{self, KubeError, Written},
+    },
     ledger::WORKER_WINDOW,
 };
 use tokio_util::sync::CancellationToken;
@@ -24,14 +24,10 @@ use tokio_util::sync::CancellationToken;
 use super::Ec2Context;
 use crate::controllers::reference;
 
-/// Concurrent writes of Workers: few, so that they do not delay the writes of claims.
-const CONCURRENT_WRITES: usize = 4;
-/// How long writes of Workers are deferred while claims wait for machines: a warm claim is Ready by then, and its
-/// Workers are written once. Together with [`WORKER_WINDOW`] this leaves time to write them within a second of Ready.
-const CLAIMS_FIRST_DELAY: Duration = Duration::from_millis(500);
-const _: () = assert!(WORKER_WINDOW.as_millis() + CLAIMS_FIRST_DELAY.as_millis() < 1000);
-/// How often to check whether claims still wait.
-const CLAIMS_POLL_PERIOD: Duration = Duration::from_millis(20);
+/// Workers written at a time: enough that all those of a claim wait for their lane together.
+const CONCURRENT_WRITES: usize = 128;
+// Together they leave time to write the Workers of a Ready claim within a second.
+const _: () = assert!(WORKER_WINDOW.as_millis() + BACKGROUND_DELAY_MAX.as_millis() < 1000);
 /// The retry delay after a write conflict: the watch event is about to arrive.
 const STALE_WRITE_RETRY: Duration = Duration::from_millis(200);
 const WRITE_RETRY: Duration = Duration::from_secs(5);
@@ -40,10 +36,6 @@ const WRITE_RETRY: Duration = Duration::from_secs(5);
 pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
     let mut changed = Box::pin(context.ledger.changed_instances().take_until(stop.cancelled_owned()));
     while let Some(ids) = changed.next().await {
-        let since = Instant::now();
-        while context.ledger.is_claiming() && since.elapsed() < CLAIMS_FIRST_DELAY {
-            tokio::time::sleep(CLAIMS_POLL_PERIOD).await;
-        }
         stream::iter(ids).for_each_concurrent(CONCURRENT_WRITES, |id| sync(&context, id)).await;
     }
 }
@@ -92,19 +84,19 @@ async fn mirror(context: &Ec2Context, machine: &Machine) -> Result<Written, Kube
     let worker = match old {
         Some(old) if old.labels() == wanted.labels() => (*old).clone(),
         _ => {
-            let api: Api<Worker> = Api::namespaced(context.shared.client.clone(), &namespace);
+            let api: Api<Worker> = Api::namespaced(context.shared.background.clone(), &namespace);
             api.patch(id, &PatchParams::apply(FIELD_MANAGER).force(), &Patch::Apply(&wanted))
                 .await
                 .map_err(KubeError::new(format!("cannot write Worker {namespace}/{id}")))?
         }
     };
-    objects::write_status(&context.shared.client, &worker, worker.status.as_ref(), &new).await
+    objects::write_status(&context.shared.background, &worker, worker.status.as_ref(), &new).await
 }
 
 async fn remove(context: &Ec2Context, id: &str) -> Result<Written, KubeError> {
     let orphan = |worker: &Worker| worker.spec.ec2.is_some() && worker.name_any() == id;
     for worker in context.shared.stores.workers.store.state_filter(orphan) {
-        objects::delete(&objects::api(&context.shared.client, &*worker), id).await?;
+        objects::delete(&objects::api(&context.shared.background, &*worker), id).await?;
     }
     Ok(Written::Yes)
 }

@@ -1,6 +1,6 @@
-//! The Kubernetes clients that write: the leader's, which is fenced, and the webhook's, which is not.
+//! The Kubernetes clients that write: the leader's, which are fenced, and the webhook's, which is not.
 //!
-//! Neither is used for watches, so a timeout applies to every request.
+//! None is used for watches, so a timeout applies to every request.
 
 use std::time::Duration;
 
@@ -8,8 +8,9 @@ use kube::{
     Client, Config,
     client::{ClientBuilder, retry::RetryPolicy},
 };
-use tower::{buffer::BufferLayer, limit::ConcurrencyLimitLayer, retry::RetryLayer};
+use tower::{limit::ConcurrencyLimitLayer, retry::Retry};
 
+use super::lanes::{Lane, Lanes};
 use crate::fence::Fence;
 
 /// Timeout of a request to the API server.
@@ -19,23 +20,30 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 pub(crate) const LEADER_REQUESTS: usize = 64;
 const WEBHOOK_REQUESTS: usize = 32;
 
-/// The client of the controllers. Its layers, from the outside in: retry, concurrency limit, fence. So a request that
-/// waits for a retry holds no permit, and the fence checks every attempt right before it is sent.
-pub fn leader(mut config: Config, fence: &Fence) -> kube::Result<Client> {
+/// The clients of the controllers, one per lane.
+pub struct LeaderClients {
+    pub urgent: Client,
+    pub background: Client,
+}
+
+/// The layers, from the outside in: retry, lane, concurrency limit, fence. So a request that waits for a retry or in its
+/// lane holds no permit, and the fence checks every attempt right before it is sent.
+pub fn leader(mut config: Config, fence: &Fence, lanes: &Lanes) -> kube::Result<LeaderClients> {
     config.read_timeout = Some(ANSWER_TIMEOUT);
     // kube would put its retry layer behind the fence.
     config.default_retry = false;
-    let builder = ClientBuilder::try_from(config)?
-        .with_layer(fence)
-        // The retry layer needs a service that is `Clone`. This buffer is in front of the fence and never full.
-        .with_layer(&BufferLayer::new(LEADER_REQUESTS))
-        .with_layer(&ConcurrencyLimitLayer::new(LEADER_REQUESTS))
-        .with_layer(&RetryLayer::new(RetryPolicy::server_retry()));
-    Ok(builder.build())
+    let limit = ConcurrencyLimitLayer::new(LEADER_REQUESTS);
+    let fenced = ClientBuilder::try_from(config)?.with_layer(fence).with_layer(&limit).build();
+    let client = |lane| {
+        let service = Retry::new(RetryPolicy::server_retry(), lanes.service(lane, fenced.clone()));
+        Client::new(service, fenced.default_namespace())
+    };
+    Ok(LeaderClients { urgent: client(Lane::Urgent), background: client(Lane::Background) })
 }
 
-/// The client of the webhook receiver, which runs on every replica.
-pub fn webhook(mut config: Config) -> kube::Result<Client> {
+/// The client of the webhook receiver, which runs on every replica. Its requests are urgent.
+pub fn webhook(mut config: Config, lanes: &Lanes) -> kube::Result<Client> {
     config.read_timeout = Some(ANSWER_TIMEOUT);
-    Ok(ClientBuilder::try_from(config)?.with_layer(&ConcurrencyLimitLayer::new(WEBHOOK_REQUESTS)).build())
+    let limited = ClientBuilder::try_from(config)?.with_layer(&ConcurrencyLimitLayer::new(WEBHOOK_REQUESTS)).build();
+    Ok(Client::new(lanes.service(Lane::Urgent, limited.clone()), limited.default_namespace()))
 }

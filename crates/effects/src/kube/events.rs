@@ -1,10 +1,8 @@
-//! Publishes Events in the background, one at a time, and defers them while claims wait for instances.
+//! Publishes Events in the background.
 
-use std::{
-    sync::Mutex,
-    time::{Duration, Instant},
-};
+use std::sync::Mutex;
 
+use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::{
     Client, Resource,
@@ -13,17 +11,15 @@ use kube::{
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio_util::sync::CancellationToken;
 
-use crate::{ledger::Ledger, lock};
+use crate::lock;
 
-/// How long an Event is deferred at most while claims wait for instances.
-const CLAIM_DEFERRAL_MAX: Duration = Duration::from_secs(3);
 /// Events queued while the API server is unavailable; further ones are dropped and logged.
 const EVENT_BACKLOG: usize = 4096;
-/// Interval of the check whether claims still wait.
-const CLAIM_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+/// Events published at a time, so that those that the background lane delays do not queue up.
+const CONCURRENT_EVENTS: usize = 16;
 
-/// An Event, its object, and when it was queued.
-type QueuedEvent = (Event, ObjectReference, Instant);
+/// An Event and its object.
+type QueuedEvent = (Event, ObjectReference);
 
 pub struct Events {
     recorder: Recorder,
@@ -33,6 +29,7 @@ pub struct Events {
 }
 
 impl Events {
+    /// `client`: of the background lane.
     pub fn new(client: Client) -> Self {
         let reporter = Reporter { controller: "paddock".into(), instance: std::env::var("HOSTNAME").ok() };
         let (sender, receiver) = channel(EVENT_BACKLOG);
@@ -45,29 +42,27 @@ impl Events {
         K: Resource<DynamicType = ()>,
     {
         let event = Event { type_, reason: reason.into(), note: Some(note), action: action.into(), secondary: None };
-        if self.sender.try_send((event, object.object_ref(&()), Instant::now())).is_err() {
+        if self.sender.try_send((event, object.object_ref(&()))).is_err() {
             tracing::warn!(reason, "event dropped");
         }
     }
 
     /// Publishes queued Events until `stop`, then those that are left. A failure is only logged.
-    pub async fn publish(&self, ledger: &Ledger, stop: CancellationToken) {
-        let receiver = lock(&self.receiver).take();
-        let Some(mut queue) = receiver else { return };
-        let next = async |queue: &mut Receiver<QueuedEvent>| {
-            tokio::select! {
+    pub async fn publish(&self, stop: CancellationToken) {
+        let Some(queue) = lock(&self.receiver).take() else { return };
+        let queued = stream::unfold(queue, async |mut queue| {
+            let next = tokio::select! {
                 biased;
                 next = queue.recv() => next,
                 () = stop.cancelled() => None,
-            }
-        };
-        while let Some((event, object, since)) = next(&mut queue).await {
-            while ledger.is_claiming() && since.elapsed() < CLAIM_DEFERRAL_MAX && !stop.is_cancelled() {
-                tokio::time::sleep(CLAIM_CHECK_INTERVAL).await;
-            }
+            };
+            next.map(|next| (next, queue))
+        });
+        let publish = async |(event, object): QueuedEvent| {
             if let Err(error) = self.recorder.publish(&event, &object).await {
                 tracing::warn!(%error, reason = event.reason, "event publish failed");
             }
-        }
+        };
+        queued.for_each_concurrent(CONCURRENT_EVENTS, publish).await;
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod client;
 pub mod events;
+pub mod lanes;
 pub mod leader;
 pub mod objects;
 pub mod stores;

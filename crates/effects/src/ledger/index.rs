@@ -7,7 +7,6 @@ use std::{
 
 use jiff::{SignedDuration, Timestamp};
 use paddock_core::ec2::machine::{AgentReport, Machine, report_poll_delay};
-use paddock_record::State;
 
 use crate::aws::dynamodb::ReportQuery;
 
@@ -91,12 +90,6 @@ impl LedgerIndex {
         due.filter_map(|(id, _)| query(id)).collect()
     }
 
-    /// Whether a claim waits for an instance from the pool.
-    pub fn is_claiming(&self) -> bool {
-        let claimed = |id: &String| self.all.get(id).is_some_and(|machine| machine.record.state == State::Claimed);
-        self.awaited.keys().any(claimed)
-    }
-
     /// When the next poll is due; none if no agent is awaited.
     pub fn next_poll(&self) -> Option<Instant> {
         self.awaited.values().map(|awaited| awaited.next).min()
@@ -144,7 +137,7 @@ fn discard<K: std::hash::Hash + Eq>(index: &mut HashMap<K, BTreeSet<String>>, ke
 #[cfg(test)]
 mod tests {
     use paddock_core::fixtures::ec2::{at, beat, record, said, tracked};
-    use paddock_record::Signal;
+    use paddock_record::{Signal, State};
 
     use super::*;
 

@@ -128,11 +128,6 @@ impl Ledger {
         self.workers.batches(WORKER_WINDOW)
     }
 
-    /// Whether a claim waits for an instance from the pool.
-    pub fn is_claiming(&self) -> bool {
-        self.index().is_claiming()
-    }
-
     /// Enqueues the Worker of an instance.
     pub fn enqueue_worker(&self, id: &str) {
         self.workers.enqueue(id.to_owned());

@@ -41,6 +41,8 @@ impl Work<'_> {
         } else {
             self.secrets().get_opt(&self.name).await.map_err(KubeError::new("cannot read the Secret"))?
         };
+        // From the runner to its pod: nothing else may delay it.
+        let mut urgent = None;
         let runner = match found {
             Some(secret) if adopted_by(&secret).is_some() => {
                 return match self.pods().get_opt(&self.name).await.map_err(KubeError::new("cannot read the pod"))? {
@@ -54,9 +56,8 @@ impl Work<'_> {
                     Ok(jit) => jit,
                     Err(error) => return self.no_runner(error).await,
                 };
-                let _rush = self.board.rush.enter();
+                urgent = Some(self.board.shared.lanes.urgent());
                 let secret = secret(self.worker, jit.encoded.expose_secret(), jit.runner_id);
-                let _permit = self.board.write_permit().await;
                 match self.secrets().create(&PostParams::default(), &secret).await {
                     Ok(_) => Some(jit.runner_id),
                     // The previous leader created it, and its runner was just replaced by ours: start over.
@@ -69,11 +70,8 @@ impl Work<'_> {
                 }
             }
         };
-        let created = {
-            let _rush = self.board.rush.enter();
-            let _permit = self.board.write_permit().await;
-            self.pods().create(&PostParams::default(), &pod(self.worker, pool, runner)).await
-        };
+        let created = self.pods().create(&PostParams::default(), &pod(self.worker, pool, runner)).await;
+        drop(urgent);
         match created {
             // Once the cache shows it, it becomes the owner of its Secret.
             Ok(_) => Ok(Next::After(POD_CACHE_DELAY)),

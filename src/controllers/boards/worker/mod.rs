@@ -38,7 +38,7 @@ use paddock_effects::kube::objects::{self, KubeError, Written};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
-use super::{BACKGROUND_WRITE_DELAY, BoardContext, RESYNC_PERIOD, accounts::AccountError, enqueued, lock, requeue_by};
+use super::{BoardContext, RESYNC_PERIOD, accounts::AccountError, enqueued, lock, requeue_by};
 use crate::controllers::{Error, Next, drive, reference, retention};
 
 /// How long a new pod may be pending before the status reports it: most start sooner, which saves a write.
@@ -180,10 +180,10 @@ impl Work<'_> {
 
     /// Makes the pod the owner of the Secret, so that both are deleted together.
     async fn adopt(&self, pod: &Pod) -> Result<(), Error> {
-        let _permit = self.board.write_permit().await;
         let patch = json!({"metadata": {"ownerReferences": [adoption(pod)]}});
         let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
-        match self.secrets().patch(&self.name, &parameters, &Patch::Merge(patch)).await {
+        let secrets: Api<Secret> = Api::namespaced(self.board.shared.background.clone(), &self.namespace);
+        match secrets.patch(&self.name, &parameters, &Patch::Merge(patch)).await {
             Ok(_) => {}
             Err(kube::Error::Api(status)) if status.is_not_found() => {}
             Err(error) => return Err(KubeError::new("cannot make the pod the owner of the Secret")(error).into()),
@@ -204,9 +204,11 @@ impl Work<'_> {
         worker_status::current(self.worker, claim.as_deref(), self.pod, Timestamp::now())
     }
 
+    /// The state of a running or pending worker is progress; its end is what others wait for.
     pub async fn write(&self, status: &WorkerStatus) -> Result<Written, Error> {
-        let _permit = self.board.write_permit().await;
-        let (client, before) = (&self.board.shared.client, self.worker.status.as_ref());
+        let (shared, before) = (&self.board.shared, self.worker.status.as_ref());
+        let over = status.state.is_some_and(WorkerState::is_over);
+        let client = if over { &shared.client } else { &shared.background };
         Ok(objects::write_status(client, self.worker, before, status).await?)
     }
 
@@ -223,9 +225,6 @@ impl Work<'_> {
         next: Option<Timestamp>,
     ) -> Result<Next, Error> {
         let Some(pod) = self.pod else { return Ok(Next::AwaitChange) };
-        if self.board.rush.is_on() {
-            return Ok(Next::After(BACKGROUND_WRITE_DELAY));
-        }
         if !self.is_adopted() {
             self.adopt(pod).await?;
         }

@@ -1,7 +1,5 @@
 //! Acquiring machines: select idle ones, launch new ones, give them tokens, start them.
 
-use std::{sync::Arc, time::Duration};
-
 use jiff::Timestamp;
 use kube::runtime::events::EventType;
 use paddock_core::{
@@ -12,7 +10,10 @@ use paddock_core::{
         machine::{Machine, MachineCheck, check},
     },
 };
-use paddock_effects::aws::{AwsError, dynamodb::WriteOutcome, ec2::FleetOutcome};
+use paddock_effects::{
+    aws::{AwsError, dynamodb::WriteOutcome, ec2::FleetOutcome},
+    kube::lanes::BACKGROUND_DELAY_MAX,
+};
 use paddock_record::{State, transition};
 use secrecy::SecretString;
 
@@ -22,15 +23,9 @@ use crate::controllers::ec2::{
     pool::aws_problem,
 };
 
-/// A claim that gets its machines, or their agents' reports, within this time does not write a waiting status. It is
-/// longer while many claims acquire machines, because a write for each would slow down all of them.
-const QUIET_WAIT: Duration = Duration::from_millis(250);
-const QUIET_WAIT_PER_CLAIM: Duration = Duration::from_millis(20);
-const QUIET_WAIT_MAX: Duration = Duration::from_secs(2);
-
 impl Work {
     pub(super) async fn acquire(&mut self, observed: &Observed, action: &ClaimAction) -> Result<Applied, Error> {
-        self.under_way.get_or_insert_with(|| self.context.claims_under_way.clone());
+        self.urgent.get_or_insert_with(|| self.context.shared.lanes.urgent());
         let view = self.pool_view(observed);
         let Some(supply) = view.supply() else { return Ok(Applied::Incomplete) };
         match action {
@@ -54,24 +49,29 @@ impl Work {
         }
     }
 
-    fn quiet_wait(&self) -> Duration {
-        let others = Arc::strong_count(&self.context.claims_under_way).saturating_sub(2);
-        (QUIET_WAIT + QUIET_WAIT_PER_CLAIM * others as u32).min(QUIET_WAIT_MAX)
-    }
-
-    /// Takes idle machines from the pool. The status is written only if that takes longer than [`Self::quiet_wait`].
+    /// Takes idle machines from the pool. The status is written only if that takes longer than [`BACKGROUND_DELAY_MAX`]
+    /// and than other urgent work.
     async fn select(&mut self, supply: &Supply<'_>, count: u32) -> Result<Applied, Error> {
         let idle_queues = self.context.idle_queues.clone();
         let mut take = Box::pin(idle_queues.take(supply.queue, self.pool_key(), supply.needs.clone(), count));
         let (at_once, token) = tokio::join!(
-            tokio::time::timeout(self.quiet_wait(), &mut take),
+            tokio::time::timeout(BACKGROUND_DELAY_MAX, &mut take),
             self.token(supply.spec, TokenKind::Registration)
         );
         let picked = match at_once {
             Ok(picked) => picked?,
             Err(_) => {
-                self.write().await?;
-                take.await?
+                self.urgent = None;
+                let lanes = &self.context.shared.lanes;
+                tokio::select! {
+                    biased;
+                    picked = &mut take => picked?,
+                    turn = lanes.background() => {
+                        self.turn = Some(turn);
+                        self.write_progress().await?;
+                        take.await?
+                    }
+                }
             }
         };
         match token {
@@ -212,7 +212,7 @@ impl Work {
     }
 
     /// Waits briefly for the agents of newly claimed machines: most report at once.
-    async fn await_agents(&self, pool: &Ec2Pool) -> Applied {
+    async fn await_agents(&mut self, pool: &Ec2Pool) -> Applied {
         let just_claimed = |machine: &Machine| machine.record.state == State::Claimed;
         let reported = self.claim.status.as_ref().is_some_and(|old| old.phase == self.status.phase);
         if reported || !self.held().iter().all(just_claimed) {
@@ -228,10 +228,14 @@ impl Work {
                 }
             }
         };
-        match tokio::time::timeout(self.quiet_wait(), all).await {
-            Ok(()) => Applied::Done,
-            Err(_) => Applied::Incomplete,
-        }
+        // The claim itself is urgent, so this takes at least [`BACKGROUND_DELAY_MAX`].
+        let turn = tokio::select! {
+            biased;
+            () = all => return Applied::Done,
+            turn = self.context.shared.lanes.background() => turn,
+        };
+        self.turn = Some(turn);
+        Applied::Incomplete
     }
 
     async fn start(&self, supply: &Supply<'_>, registered: &[Machine]) -> Result<Applied, Error> {

@@ -26,7 +26,13 @@ use paddock_core::{
     },
     names::PoolKey,
 };
-use paddock_effects::{github::credentials::CredentialsError, kube::objects};
+use paddock_effects::{
+    github::credentials::CredentialsError,
+    kube::{
+        lanes::{BackgroundTurn, UrgentGuard},
+        objects,
+    },
+};
 use paddock_record::{ClaimRef, State};
 use secrecy::{ExposeSecret, SecretString};
 use tokio_util::sync::CancellationToken;
@@ -119,8 +125,10 @@ struct Work {
     pool_exhausted: bool,
     /// Held from the order until the records of its machines count instead.
     room: Option<Reservation>,
-    /// Held while the claim acquires machines; see [`Ec2Context::claims_under_way`].
-    under_way: Option<Arc<()>>,
+    /// Held while the claim acquires machines.
+    urgent: Option<UrgentGuard>,
+    /// Of the next progress status.
+    turn: Option<BackgroundTurn>,
 }
 
 /// The facts that an action is decided from, besides the claim itself.
@@ -145,7 +153,8 @@ impl Work {
             last: Applied::default(),
             pool_exhausted: false,
             room: None,
-            under_way: None,
+            urgent: None,
+            turn: None,
         }
     }
 
@@ -243,8 +252,10 @@ impl Work {
         }
         self.status = status;
         let (write, next) = next(action, &applied, Timestamp::now());
-        if write {
-            self.write().await?;
+        match action {
+            _ if !write => {}
+            ClaimAction::Wait(_) | ClaimAction::AwaitAgents => self.write_progress().await?,
+            _ => self.write().await?,
         }
         outage?;
         if *action == ClaimAction::Serve {
@@ -309,6 +320,16 @@ impl Work {
             TokenKind::Registration => self.context.tokens.registration(self.uid(), key, new).await,
             TokenKind::Removal => self.context.tokens.share(key, new).await,
         }
+    }
+
+    /// Writes a status that only reports what the claim waits for.
+    async fn write_progress(&mut self) -> Result<(), Error> {
+        self.urgent = None;
+        let _turn = match self.turn.take() {
+            Some(turn) => turn,
+            None => self.context.shared.lanes.background().await,
+        };
+        self.write().await
     }
 
     async fn write(&mut self) -> Result<(), Error> {

@@ -23,7 +23,7 @@ use paddock_record::{Instance, State, Transition, transition};
 use super::aws_problem;
 use crate::controllers::ec2::Ec2Context;
 
-/// How often the records are compared with EC2 and the queues; half as often while claims wait for machines.
+/// How often the records are compared with EC2 and the queues.
 const SWEEP_PERIOD: Duration = Duration::from_secs(30);
 /// Machines ended in one sweep, so that a wrong clock cannot empty the fleet.
 const MAX_ENDS: usize = 20;
@@ -76,8 +76,7 @@ pub(super) async fn keep_up(
 
 /// Starts a sweep in the background, one at a time: EC2 may be slow to list, and the upkeep must not wait.
 fn sweep_if_due(context: &Arc<Ec2Context>, key: &PoolKey, queues: &[Queue]) {
-    let period = if context.ledger.is_claiming() { 2 * SWEEP_PERIOD } else { SWEEP_PERIOD };
-    context.pools.sweep_if_due(key, period, || {
+    context.pools.sweep_if_due(key, SWEEP_PERIOD, || {
         let (context, pool, queues) = (context.clone(), key.clone(), queues.to_vec());
         tokio::spawn(async move {
             let swept = async {
