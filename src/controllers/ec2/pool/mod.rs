@@ -88,8 +88,7 @@ async fn refresh(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, E
     let machines = context.ledger.of_pool(&key);
     let new = pool_status::status(pool, new, &machines, problem.or(launch), Timestamp::now());
     // Claims wait for everything but the counts.
-    let only_counts =
-        pool.status.clone().is_some_and(|old| RunnerPoolStatus { workers: new.workers.clone(), ..old } == new);
+    let only_counts = pool.status.clone().is_some_and(|old| RunnerPoolStatus { workers: new.workers, ..old } == new);
     let client = if only_counts { &context.shared.background } else { &context.shared.client };
     let written = objects::write_status(client, pool, pool.status.as_ref(), &new).await?;
     if written == Written::Yes {
