@@ -1,10 +1,10 @@
 //! Priority of requests to the API server.
 //!
 //! Every request is in one of two lanes. Urgent are those that a job waits for: finalizers, claims, orders, final
-//! statuses, Secrets and pods. Background are those that only report: progress statuses, Workers that mirror machines,
-//! counts and Events. A background request is delayed while urgent requests or sections are open, for
-//! [`BACKGROUND_DELAY_MAX`] at most; then it is sent anyway, with at most [`BUSY_BACKGROUND_REQUESTS`] others. So it is
-//! delayed, never skipped.
+//! statuses, statuses of EC2 pools, Secrets and pods. Background are those that only report: progress statuses, Workers
+//! that mirror machines, statuses of board pools, and Events. A background request waits until no urgent request or
+//! section is open. After [`BACKGROUND_DELAY_MAX`] it no longer waits for that, but only [`BUSY_BACKGROUND_REQUESTS`] such
+//! requests are sent at a time. So it is delayed, never skipped.
 
 use std::{
     sync::Arc,

@@ -87,10 +87,8 @@ async fn refresh(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, E
     let launch = context.pools.launch_problem(&key, pool.metadata.generation).map(|(problem, _)| problem);
     let machines = context.ledger.of_pool(&key);
     let new = pool_status::status(pool, new, &machines, problem.or(launch), Timestamp::now());
-    // Claims wait for everything but the counts.
-    let only_counts = pool.status.clone().is_some_and(|old| RunnerPoolStatus { workers: new.workers, ..old } == new);
-    let client = if only_counts { &context.shared.background } else { &context.shared.client };
-    let written = objects::write_status(client, pool, pool.status.as_ref(), &new).await?;
+    // Urgent, counts too: the next upkeep, which returns machines to the pool, waits for it.
+    let written = objects::write_status(&context.shared.client, pool, pool.status.as_ref(), &new).await?;
     if written == Written::Yes {
         report_condition(context, pool, &new);
     }
