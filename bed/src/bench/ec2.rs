@@ -161,6 +161,8 @@ pub struct Round {
     /// Each claim's time to Ready after the last signal of its agents.
     pub after_signal: Vec<Duration>,
     pub calls: Calls,
+    /// Writes to the API server until all were Ready.
+    pub writes: u64,
     pub created: usize,
     /// Machines held by more than one claim.
     pub twice: usize,
@@ -209,6 +211,7 @@ impl Bench {
         let objects = claims.into_iter().map(serde_json::from_value::<DynamicObject>).collect::<Result<Vec<_>, _>>()?;
         let names: Vec<_> = objects.iter().map(|claim| claim.metadata.name.clone().unwrap_or_default()).collect();
         self.stage.aws.reset_calls();
+        let before = writes(&self.stage.kube).await?;
         let start = Instant::now();
         let creates = objects.iter().map(async |claim| {
             let start = Instant::now();
@@ -217,12 +220,14 @@ impl Bench {
         let starts = try_join_all(creates).await?;
         self.until("all claims are Ready", || names.iter().all(|name| self.claims.ready(name).is_some())).await?;
         let calls = self.stage.aws.calls();
+        let writes = since(&before, writes(&self.stage.kube).await?);
         let mut round = Round {
             served: Vec::new(),
             whole: Duration::ZERO,
             waited: Vec::new(),
             after_signal: Vec::new(),
             calls,
+            writes: writes.values().sum(),
             created: self.stage.aws.instances().len() - machines,
             twice: 0,
             names,

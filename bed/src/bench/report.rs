@@ -72,6 +72,7 @@ impl Report {
             "ratio",
             "waits for agents",
             "calls/runner",
+            "writes/runner",
             "created",
             "twice",
             "seeds ms",
@@ -82,6 +83,8 @@ impl Report {
             let whole = Spread::of(rounds.iter().map(|round| round.whole)).percentile(50);
             let share = Spread::sorted(rounds.iter().flat_map(|round| round.waited.iter().copied())).percentile(50);
             let calls: u64 = rounds.iter().map(|round| total(&round.calls)).sum();
+            let writes: u64 = rounds.iter().map(|round| round.writes).sum();
+            let per_runner = |count: u64| format!("{:.1}", count as f64 / (runners * rounds.len()) as f64);
             let hand = self.hand.get(&runners).copied().unwrap_or(f64::NAN);
             let (seeds, target) = known(name);
             table.row([
@@ -93,7 +96,8 @@ impl Report {
                 format!("{hand:.0}"),
                 format!("{:.2}", whole / hand),
                 format!("{:.0} %", share * 100.0),
-                format!("{:.1}", calls as f64 / (runners * rounds.len()) as f64),
+                per_runner(calls),
+                per_runner(writes),
                 rounds.iter().map(|round| round.created).sum::<usize>().to_string(),
                 rounds.iter().map(|round| round.twice).sum::<usize>().to_string(),
                 seeds.to_owned(),
