@@ -13,7 +13,7 @@ use kube::Client;
 use paddock_effects::{
     fence::Fence,
     github::{GitHub, credentials::CredentialStore},
-    kube::{client::LeaderClients, events::Events, lanes::Lanes, stores::Stores},
+    kube::{client::LeaderClients, events::Events, lanes::{Background, Lanes}, stores::Stores},
     metrics::Metrics,
 };
 use tokio_util::sync::CancellationToken;
@@ -28,7 +28,7 @@ pub struct Shared {
     /// The urgent lane. Writes only while this replica leads.
     pub client: Client,
     /// The background lane of the same.
-    pub background: Client,
+    pub background: Background,
     pub lanes: Lanes,
     pub stores: Stores,
     pub metrics: Metrics,

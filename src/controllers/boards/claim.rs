@@ -142,7 +142,7 @@ impl BoardContext {
 
     async fn write(&self, claim: &RunnerClaim, new: &RunnerClaimStatus) -> Result<(), Error> {
         let over = new.phase.is_some_and(ClaimPhase::is_over);
-        let client = if over { &self.shared.client } else { &self.shared.background };
+        let client = if over { &self.shared.client } else { &self.shared.background.client };
         let written = objects::write_status(client, claim, claim.status.as_ref(), new).await?;
         let before = claim.status.as_ref().and_then(|status| status.phase);
         if written == Written::Yes && before != new.phase {

@@ -60,7 +60,7 @@ async fn reconcile(pool: Arc<RunnerPool>, board: Arc<BoardContext>) -> Result<Ne
         return Ok(Next::After(STATUS_WRITE_PERIOD));
     }
     let status = board.pool_status(&pool, obstacle);
-    objects::write_status(&board.shared.background, &*pool, pool.status.as_ref(), &status).await?;
+    objects::write_status(&board.shared.background.client, &*pool, pool.status.as_ref(), &status).await?;
     Ok(Next::After(RESYNC_PERIOD))
 }
 

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use futures::{StreamExt, stream};
 use kube::{
-    Api, ResourceExt,
+    Api, Client, ResourceExt,
     api::{Patch, PatchParams},
 };
 use paddock_core::{
@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 use super::Ec2Context;
 use crate::controllers::reference;
 
-/// Workers written at a time: enough that all those of a claim wait for their lane together.
+/// Workers written at a time: enough that all those of a claim wait for their turn together.
 const CONCURRENT_WRITES: usize = 128;
 // Together they leave time to write the Workers of a Ready claim within a second.
 const _: () = assert!(WORKER_WINDOW.as_millis() + BACKGROUND_DELAY_MAX.as_millis() < 1000);
@@ -49,10 +49,13 @@ pub fn enqueue_orphans(context: &Ec2Context) {
 }
 
 async fn sync(context: &Arc<Ec2Context>, id: String) {
+    // First the turn, then the facts: a machine that changes meanwhile is written once.
+    let turn = context.shared.background.turn().await;
     let outcome = match context.ledger.get(&id) {
-        Some(machine) => mirror(context, &machine).await,
-        None => remove(context, &id).await,
+        Some(machine) => mirror(context, &turn.client, &machine).await,
+        None => remove(context, &turn.client, &id).await,
     };
+    drop(turn);
     let failure = match outcome {
         Ok(Written::Yes) => return,
         Ok(Written::Stale) => None,
@@ -69,7 +72,7 @@ async fn sync(context: &Arc<Ec2Context>, id: String) {
     });
 }
 
-async fn mirror(context: &Ec2Context, machine: &Machine) -> Result<Written, KubeError> {
+async fn mirror(context: &Ec2Context, client: &Client, machine: &Machine) -> Result<Written, KubeError> {
     let (id, key) = (&machine.record.instance_id, &machine.record.pool);
     let pool = PoolKey::parse(key)
         .and_then(|key| context.shared.stores.pools.store.get(&reference::<RunnerPool>(&key.namespace, &key.name)));
@@ -84,19 +87,19 @@ async fn mirror(context: &Ec2Context, machine: &Machine) -> Result<Written, Kube
     let worker = match old {
         Some(old) if old.labels() == wanted.labels() => (*old).clone(),
         _ => {
-            let api: Api<Worker> = Api::namespaced(context.shared.background.clone(), &namespace);
+            let api: Api<Worker> = Api::namespaced(client.clone(), &namespace);
             api.patch(id, &PatchParams::apply(FIELD_MANAGER).force(), &Patch::Apply(&wanted))
                 .await
                 .map_err(KubeError::new(format!("cannot write Worker {namespace}/{id}")))?
         }
     };
-    objects::write_status(&context.shared.background, &worker, worker.status.as_ref(), &new).await
+    objects::write_status(client, &worker, worker.status.as_ref(), &new).await
 }
 
-async fn remove(context: &Ec2Context, id: &str) -> Result<Written, KubeError> {
+async fn remove(context: &Ec2Context, client: &Client, id: &str) -> Result<Written, KubeError> {
     let orphan = |worker: &Worker| worker.spec.ec2.is_some() && worker.name_any() == id;
     for worker in context.shared.stores.workers.store.state_filter(orphan) {
-        objects::delete(&objects::api(&context.shared.background, &*worker), id).await?;
+        objects::delete(&objects::api(client, &*worker), id).await?;
     }
     Ok(Written::Yes)
 }

@@ -10,7 +10,7 @@ use kube::{
 };
 use tower::{limit::ConcurrencyLimitLayer, retry::Retry};
 
-use super::lanes::{Lane, Lanes};
+use super::lanes::{Background, Lane, Lanes};
 use crate::fence::Fence;
 
 /// Timeout of a request to the API server.
@@ -23,7 +23,7 @@ const WEBHOOK_REQUESTS: usize = 32;
 /// The clients of the controllers, one per lane.
 pub struct LeaderClients {
     pub urgent: Client,
-    pub background: Client,
+    pub background: Background,
 }
 
 /// The layers, from the outside in: retry, lane, concurrency limit, fence. So a request that waits for a retry or in its
@@ -38,7 +38,10 @@ pub fn leader(mut config: Config, fence: &Fence, lanes: &Lanes) -> kube::Result<
         let service = Retry::new(RetryPolicy::server_retry(), lanes.service(lane, fenced.clone()));
         Client::new(service, fenced.default_namespace())
     };
-    Ok(LeaderClients { urgent: client(Lane::Urgent), background: client(Lane::Background) })
+    Ok(LeaderClients {
+        urgent: client(Lane::Urgent),
+        background: Background::new(client(Lane::Background), client(Lane::InTurn), lanes.clone()),
+    })
 }
 
 /// The client of the webhook receiver, which runs on every replica. Its requests are urgent.

@@ -2,26 +2,27 @@
 
 use std::sync::Mutex;
 
-use futures::{StreamExt, stream};
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::{
-    Client, Resource,
+    Resource,
     runtime::events::{Event, EventType, Recorder, Reporter},
 };
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio_util::sync::CancellationToken;
 
+use super::lanes::Background;
 use crate::lock;
 
 /// Events queued while the API server is unavailable; further ones are dropped and logged.
 const EVENT_BACKLOG: usize = 4096;
-/// Events published at a time, so that those that the background lane delays do not queue up.
-const CONCURRENT_EVENTS: usize = 16;
+/// Events published in one turn of the background lane.
+const EVENTS_PER_TURN: usize = 64;
 
 /// An Event and its object.
 type QueuedEvent = (Event, ObjectReference);
 
 pub struct Events {
+    background: Background,
     recorder: Recorder,
     sender: Sender<QueuedEvent>,
     /// Taken by [`Self::publish`].
@@ -29,11 +30,11 @@ pub struct Events {
 }
 
 impl Events {
-    /// `client`: of the background lane.
-    pub fn new(client: Client) -> Self {
+    pub fn new(background: Background) -> Self {
         let reporter = Reporter { controller: "paddock".into(), instance: std::env::var("HOSTNAME").ok() };
         let (sender, receiver) = channel(EVENT_BACKLOG);
-        Self { recorder: Recorder::new(client, reporter), sender, receiver: Mutex::new(Some(receiver)) }
+        let recorder = Recorder::new(background.in_turn.clone(), reporter);
+        Self { background, recorder, sender, receiver: Mutex::new(Some(receiver)) }
     }
 
     /// Queues an Event.
@@ -47,22 +48,23 @@ impl Events {
         }
     }
 
-    /// Publishes queued Events until `stop`, then those that are left. A failure is only logged.
+    /// Publishes queued Events until `stop`, then those that are left. A failure is only logged. One at a time: the
+    /// recorder counts repetitions, and two equal Events at once would become two objects.
     pub async fn publish(&self, stop: CancellationToken) {
-        let Some(queue) = lock(&self.receiver).take() else { return };
-        let queued = stream::unfold(queue, async |mut queue| {
-            let next = tokio::select! {
+        let Some(mut queue) = lock(&self.receiver).take() else { return };
+        let mut batch = Vec::new();
+        loop {
+            tokio::select! {
                 biased;
-                next = queue.recv() => next,
-                () = stop.cancelled() => None,
-            };
-            next.map(|next| (next, queue))
-        });
-        let publish = async |(event, object): QueuedEvent| {
-            if let Err(error) = self.recorder.publish(&event, &object).await {
-                tracing::warn!(%error, reason = event.reason, "event publish failed");
+                _ = queue.recv_many(&mut batch, EVENTS_PER_TURN) => {}
+                () = stop.cancelled() => return,
             }
-        };
-        queued.for_each_concurrent(CONCURRENT_EVENTS, publish).await;
+            let _turn = self.background.turn().await;
+            for (event, object) in batch.drain(..) {
+                if let Err(error) = self.recorder.publish(&event, &object).await {
+                    tracing::warn!(%error, reason = event.reason, "event publish failed");
+                }
+            }
+        }
     }
 }

@@ -3,8 +3,8 @@
 //! Every request is in one of two lanes. Urgent are those that a job waits for: finalizers, claims, orders, final
 //! statuses, statuses of EC2 pools, Secrets and pods. Background are those that only report: progress statuses, Workers
 //! that mirror machines, statuses of board pools, and Events. A background request waits until no urgent request or
-//! section is open. After [`BACKGROUND_DELAY_MAX`] it no longer waits for that, but only [`BUSY_BACKGROUND_REQUESTS`] such
-//! requests are sent at a time. So it is delayed, never skipped.
+//! section is open, at most [`BACKGROUND_DELAY_MAX`]; then it is one of [`BACKGROUND_REQUESTS`] that are sent at a time. So
+//! it is delayed, never skipped.
 
 use std::{
     sync::Arc,
@@ -14,14 +14,16 @@ use std::{
 
 use futures::{FutureExt, future::BoxFuture};
 use kube::{Client, client::Body};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore, watch},
+    time::timeout,
+};
 use tower::{BoxError, Service};
 
-/// Maximum delay of a background request before it competes with urgent ones. Short, so that Workers show a Ready claim
-/// within a second.
+/// Maximum delay of a background request by urgent ones. Short, so that Workers show a Ready claim within a second.
 pub const BACKGROUND_DELAY_MAX: Duration = Duration::from_millis(500);
-/// Concurrent background requests while urgent ones are open: few, so that urgent ones are answered soon.
-const BUSY_BACKGROUND_REQUESTS: usize = 4;
+/// Concurrent background requests: few, so that urgent ones that arrive meanwhile are answered soon.
+pub const BACKGROUND_REQUESTS: usize = 4;
 
 #[derive(Clone)]
 pub struct Lanes(Arc<State>);
@@ -36,7 +38,7 @@ impl Default for Lanes {
     fn default() -> Self {
         Self(Arc::new(State {
             urgent: watch::Sender::new(0),
-            background: Arc::new(Semaphore::new(BUSY_BACKGROUND_REQUESTS)),
+            background: Arc::new(Semaphore::new(BACKGROUND_REQUESTS)),
         }))
     }
 }
@@ -45,13 +47,12 @@ impl Default for Lanes {
 pub enum Lane {
     Urgent,
     Background,
+    /// Background, and the caller holds a [`Turn`].
+    InTurn,
 }
 
 /// An open urgent request or section. It ends when this is dropped.
 pub struct UrgentGuard(Lanes);
-
-/// The turn of a background request, with a permit if urgent requests were open.
-pub struct BackgroundTurn(#[expect(dead_code, reason = "held until it is dropped")] Option<OwnedSemaphorePermit>);
 
 impl Drop for UrgentGuard {
     fn drop(&mut self) {
@@ -72,24 +73,48 @@ impl Lanes {
         UrgentGuard(self.clone())
     }
 
-    /// Waits for the turn of a background request, which is over when the turn is dropped.
-    pub async fn background(&self) -> BackgroundTurn {
+    /// Waits for the turn of a background request. It ends when the permit is dropped.
+    async fn background(&self) -> Option<OwnedSemaphorePermit> {
         let mut urgent = self.0.urgent.subscribe();
-        let delayed = async {
-            tokio::time::sleep(BACKGROUND_DELAY_MAX).await;
-            // The semaphore is never closed.
-            self.0.background.clone().acquire_owned().await.ok()
-        };
-        tokio::select! {
-            biased;
-            _ = urgent.wait_for(|open| *open == 0) => BackgroundTurn(None),
-            permit = delayed => BackgroundTurn(permit),
-        }
+        let _ = timeout(BACKGROUND_DELAY_MAX, urgent.wait_for(|open| *open == 0)).await;
+        // The semaphore is never closed.
+        self.0.background.clone().acquire_owned().await.ok()
     }
 
     /// Sends requests to `inner` in this lane.
     pub fn service(&self, lane: Lane, inner: Client) -> LaneService {
         LaneService { inner, lanes: self.clone(), lane }
+    }
+}
+
+/// The background lane of the leader.
+#[derive(Clone)]
+pub struct Background {
+    /// Each request waits for a turn of its own.
+    pub client: Client,
+    /// Sends at once.
+    pub(super) in_turn: Client,
+    lanes: Lanes,
+}
+
+/// The turn of a background request.
+pub struct Turn {
+    /// Sends without further delay.
+    pub client: Client,
+    _permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Background {
+    /// `client` and `in_turn`: of these lanes.
+    pub(super) fn new(client: Client, in_turn: Client, lanes: Lanes) -> Self {
+        Self { client, in_turn, lanes }
+    }
+
+    /// Waits for a turn, which ends when it is dropped. What is written in it can be read after the wait, so that it is
+    /// up to date.
+    pub async fn turn(&self) -> Turn {
+        let permit = self.lanes.background().await;
+        Turn { client: self.in_turn.clone(), _permit: permit }
     }
 }
 
@@ -118,9 +143,10 @@ impl Service<http::Request<Body>> for LaneService {
                     inner.send(request).await
                 }
                 Lane::Background => {
-                    let _turn = lanes.background().await;
+                    let _permit = lanes.background().await;
                     inner.send(request).await
                 }
+                Lane::InTurn => inner.send(request).await,
             };
             sent.map_err(|error| match error {
                 kube::Error::Service(error) => error,
@@ -156,22 +182,17 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn few_background_requests_run_while_urgent_ones_are_open() {
+    async fn few_background_requests_run_at_a_time() {
         let lanes = Lanes::default();
-        let urgent = lanes.urgent();
-        let mut running = Vec::new();
-        for _ in 0..BUSY_BACKGROUND_REQUESTS {
-            running.push(lanes.background().await);
+        for urgent in [Some(lanes.urgent()), None] {
+            let mut running = Vec::new();
+            for _ in 0..BACKGROUND_REQUESTS {
+                running.push(lanes.background().await);
+            }
+            assert!(!is_sent(&lanes, 2 * BACKGROUND_DELAY_MAX).await);
+            running.pop();
+            assert!(is_sent(&lanes, DEADLINE).await, "one is answered, the next is sent");
+            drop(urgent);
         }
-        assert!(!is_sent(&lanes, 2 * BACKGROUND_DELAY_MAX).await);
-        running.pop();
-        assert!(is_sent(&lanes, DEADLINE).await, "one is answered, the next is sent");
-        running.push(lanes.background().await);
-        let waiting = tokio::spawn({
-            let lanes = lanes.clone();
-            async move { is_sent(&lanes, DEADLINE).await }
-        });
-        drop(urgent);
-        assert!(waiting.await.unwrap(), "without urgent ones there is no limit");
     }
 }

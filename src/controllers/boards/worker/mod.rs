@@ -182,7 +182,7 @@ impl Work<'_> {
     async fn adopt(&self, pod: &Pod) -> Result<(), Error> {
         let patch = json!({"metadata": {"ownerReferences": [adoption(pod)]}});
         let parameters = PatchParams { field_manager: Some(FIELD_MANAGER.into()), ..PatchParams::default() };
-        let secrets: Api<Secret> = Api::namespaced(self.board.shared.background.clone(), &self.namespace);
+        let secrets: Api<Secret> = Api::namespaced(self.board.shared.background.client.clone(), &self.namespace);
         match secrets.patch(&self.name, &parameters, &Patch::Merge(patch)).await {
             Ok(_) => {}
             Err(kube::Error::Api(status)) if status.is_not_found() => {}
@@ -208,7 +208,7 @@ impl Work<'_> {
     pub async fn write(&self, status: &WorkerStatus) -> Result<Written, Error> {
         let (shared, before) = (&self.board.shared, self.worker.status.as_ref());
         let over = status.state.is_some_and(WorkerState::is_over);
-        let client = if over { &shared.client } else { &shared.background };
+        let client = if over { &shared.client } else { &shared.background.client };
         Ok(objects::write_status(client, self.worker, before, status).await?)
     }
 

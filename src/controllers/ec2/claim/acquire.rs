@@ -62,11 +62,11 @@ impl Work {
             Ok(picked) => picked?,
             Err(_) => {
                 self.urgent = None;
-                let lanes = &self.context.shared.lanes;
+                let shared = self.context.shared.clone();
                 tokio::select! {
                     biased;
                     picked = &mut take => picked?,
-                    turn = lanes.background() => {
+                    turn = shared.background.turn() => {
                         self.turn = Some(turn);
                         self.write_progress().await?;
                         take.await?
@@ -232,7 +232,7 @@ impl Work {
         let turn = tokio::select! {
             biased;
             () = all => return Applied::Done,
-            turn = self.context.shared.lanes.background() => turn,
+            turn = self.context.shared.background.turn() => turn,
         };
         self.turn = Some(turn);
         Applied::Incomplete

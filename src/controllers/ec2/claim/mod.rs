@@ -8,7 +8,7 @@ use std::{collections::HashMap, ops::ControlFlow, sync::Arc};
 use futures::{Stream, StreamExt, channel::mpsc::unbounded};
 use jiff::Timestamp;
 use kube::{
-    ResourceExt,
+    Client, ResourceExt,
     runtime::{
         controller::{self, Controller},
         events::EventType,
@@ -29,7 +29,7 @@ use paddock_core::{
 use paddock_effects::{
     github::credentials::CredentialsError,
     kube::{
-        lanes::{BackgroundTurn, UrgentGuard},
+        lanes::{Turn, UrgentGuard},
         objects,
     },
 };
@@ -128,7 +128,7 @@ struct Work {
     /// Held while the claim acquires machines.
     urgent: Option<UrgentGuard>,
     /// Of the next progress status.
-    turn: Option<BackgroundTurn>,
+    turn: Option<Turn>,
 }
 
 /// The facts that an action is decided from, besides the claim itself.
@@ -325,18 +325,31 @@ impl Work {
     /// Writes a status that only reports what the claim waits for.
     async fn write_progress(&mut self) -> Result<(), Error> {
         self.urgent = None;
-        let _turn = match self.turn.take() {
+        let turn = self.turn.take();
+        if self.is_written() {
+            return Ok(());
+        }
+        let turn = match turn {
             Some(turn) => turn,
-            None => self.context.shared.lanes.background().await,
+            None => self.context.shared.background.turn().await,
         };
-        self.write().await
+        self.write_with(&turn.client).await
     }
 
     async fn write(&mut self) -> Result<(), Error> {
-        if self.claim.status.as_ref() == Some(&self.status) {
+        let client = self.context.shared.client.clone();
+        self.write_with(&client).await
+    }
+
+    fn is_written(&self) -> bool {
+        self.claim.status.as_ref() == Some(&self.status)
+    }
+
+    async fn write_with(&mut self, client: &Client) -> Result<(), Error> {
+        if self.is_written() {
             return Ok(());
         }
-        let written = objects::replace_status(&self.context.shared.client, &*self.claim, &self.status).await?;
+        let written = objects::replace_status(client, &*self.claim, &self.status).await?;
         let mut written = written.ok_or(Error::Conflict)?;
         let before = self.claim.status.as_ref().map(|status| status.phase_times.clone()).unwrap_or_default();
         // The next write is compared with this status; the API server's copy has truncated timestamps.
