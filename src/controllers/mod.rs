@@ -13,7 +13,12 @@ use kube::Client;
 use paddock_effects::{
     fence::Fence,
     github::{GitHub, credentials::CredentialStore},
-    kube::{client::LeaderClients, events::Events, lanes::{Background, Lanes}, stores::Stores},
+    kube::{
+        client::LeaderClients,
+        events::Events,
+        lanes::{Background, Lanes},
+        stores::Stores,
+    },
     metrics::Metrics,
 };
 use tokio_util::sync::CancellationToken;

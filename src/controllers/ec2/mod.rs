@@ -57,7 +57,7 @@ impl Ec2Context {
         let aws = Clients::new(fence).await;
         let queues = Queues::new(aws.sqs);
         let table = table_name(&shared.settings.cluster_name);
-        let ledger = Arc::new(Ledger::new(Records::new(aws.dynamodb, table)));
+        let ledger = Arc::new(Ledger::new(Records::new(aws.dynamodb, table), shared.lanes.clone()));
         Self {
             machines: Machines::new(aws.ec2),
             idle_queues: IdleQueues::new(queues.clone(), ledger.clone(), shared.metrics.clone()),

@@ -7,6 +7,7 @@ use std::{
 
 use jiff::{SignedDuration, Timestamp};
 use paddock_core::ec2::machine::{AgentReport, Machine, report_poll_delay};
+use paddock_record::State;
 
 use crate::aws::dynamodb::ReportQuery;
 
@@ -23,10 +24,14 @@ pub struct LedgerIndex {
     claims: HashMap<(String, String), BTreeSet<String>>,
     /// Instances whose next transition depends on their agent.
     awaited: HashMap<String, Awaited>,
+    /// How many of those have booted.
+    warm_awaited: usize,
 }
 
 #[derive(Clone, Copy)]
 struct Awaited {
+    /// It has booted, so that its agent answers soon.
+    warm: bool,
     since: Instant,
     next: Instant,
 }
@@ -60,8 +65,11 @@ impl LedgerIndex {
             self.claims.entry((pool, claim)).or_default().insert(id.clone());
         }
         if machine.awaits_agent() {
-            let new_wait = Awaited { since: now, next: now + report_poll_delay(Duration::ZERO, self.awaited.len()) };
+            let warm = machine.record.state != State::Created;
+            let new_wait =
+                Awaited { warm, since: now, next: now + report_poll_delay(Duration::ZERO, self.awaited.len()) };
             let awaited = old.and_then(|(_, awaited)| awaited).filter(|_| unchanged).unwrap_or(new_wait);
+            self.warm_awaited += usize::from(awaited.warm);
             self.awaited.insert(id.clone(), awaited);
         }
         self.all.insert(id, machine);
@@ -76,7 +84,14 @@ impl LedgerIndex {
         let (pool, claim) = (machine.record.pool.clone(), machine.record.claim.clone());
         discard(&mut self.pools, &pool, id);
         discard(&mut self.claims, &(pool, claim), id);
-        Some((machine, self.awaited.remove(id)))
+        let awaited = self.awaited.remove(id);
+        self.warm_awaited -= usize::from(awaited.is_some_and(|awaited| awaited.warm));
+        Some((machine, awaited))
+    }
+
+    /// Whether the agent of a claimed or released instance is about to answer.
+    pub fn awaits_warm_agents(&self) -> bool {
+        self.warm_awaited > 0
     }
 
     /// The agents to poll now.
@@ -137,7 +152,7 @@ fn discard<K: std::hash::Hash + Eq>(index: &mut HashMap<K, BTreeSet<String>>, ke
 #[cfg(test)]
 mod tests {
     use paddock_core::fixtures::ec2::{at, beat, record, said, tracked};
-    use paddock_record::{Signal, State};
+    use paddock_record::Signal;
 
     use super::*;
 
@@ -169,8 +184,12 @@ mod tests {
     fn only_awaited_agents_are_polled_and_less_often_over_time() {
         let (mut index, start) = (LedgerIndex::default(), Instant::now());
         index.put(held("i-1", "a", State::Running), start);
-        assert!(index.next_poll().is_none(), "a settled system reads nothing");
+        assert!(index.next_poll().is_none() && !index.awaits_warm_agents(), "a settled system reads nothing");
+        index.put(held("i-3", "a", State::Created), start);
+        assert!(!index.awaits_warm_agents(), "a machine that boots takes long");
+        index.remove("i-3");
         index.put(held("i-2", "a", State::Claimed), start);
+        assert!(index.awaits_warm_agents());
         assert!(index.due(start).is_empty());
         let mut polls = Vec::new();
         while polls.last().is_none_or(|last: &Instant| last.duration_since(start) < Duration::from_secs(5)) {
@@ -184,7 +203,7 @@ mod tests {
         assert!(pauses.is_sorted() && pauses[0] <= Duration::from_millis(60), "{pauses:?}");
         assert!(pauses.iter().all(|pause| *pause <= Duration::from_millis(200)), "seen within 250 ms: {pauses:?}");
         index.put(held("i-2", "a", State::Running), start);
-        assert!(index.next_poll().is_none());
+        assert!(index.next_poll().is_none() && !index.awaits_warm_agents());
     }
 
     #[test]

@@ -28,9 +28,12 @@ use tokio::sync::{Notify, OnceCell, watch};
 use tokio_util::sync::CancellationToken;
 
 use self::{change_queue::ChangeQueue, index::LedgerIndex};
-use crate::aws::{
-    AwsError,
-    dynamodb::{MOVES_PER_WRITE, Records, WriteOutcome},
+use crate::{
+    aws::{
+        AwsError,
+        dynamodb::{MOVES_PER_WRITE, Records, WriteOutcome},
+    },
+    kube::lanes::{Lanes, UrgentGuard},
 };
 
 /// Delay after a failed poll of agent reports.
@@ -64,10 +67,13 @@ pub struct Ledger {
     changed: watch::Sender<()>,
     poll_wakeup: Notify,
     loaded: OnceCell<()>,
+    lanes: Lanes,
+    /// Open while warm agents are about to answer.
+    urgent: Mutex<Option<UrgentGuard>>,
 }
 
 impl Ledger {
-    pub fn new(records: Records) -> Self {
+    pub fn new(records: Records, lanes: Lanes) -> Self {
         Self {
             records,
             index: Mutex::default(),
@@ -78,6 +84,8 @@ impl Ledger {
             changed: watch::Sender::default(),
             poll_wakeup: Notify::new(),
             loaded: OnceCell::new(),
+            lanes,
+            urgent: Mutex::default(),
         }
     }
 
@@ -254,11 +262,21 @@ impl Ledger {
     }
 
     fn record_changed(&self, record: &Instance) {
+        self.update_urgency();
         self.changed.send_replace(());
         self.counts.enqueue(record.pool.clone());
         self.workers.enqueue(record.instance_id.clone());
         if !record.claim.is_empty() {
             self.claims.enqueue((record.pool.clone(), record.claim.clone()));
+        }
+    }
+
+    fn update_urgency(&self) {
+        // Locked first, so that of two changes at once the later one counts.
+        let mut urgent = self.urgent.lock().unwrap_or_else(PoisonError::into_inner);
+        let awaits_warm_agents = self.index().awaits_warm_agents();
+        if urgent.is_some() != awaits_warm_agents {
+            *urgent = awaits_warm_agents.then(|| self.lanes.urgent());
         }
     }
 
