@@ -31,19 +31,25 @@ impl Transition {
         }
         let mut condition = Vec::new();
         match self.seen() {
-            None => condition.push("attribute_not_exists(PK)"),
+            None => condition.push("attribute_not_exists(PK)".to_owned()),
             Some(seen) => {
-                condition.extend(["#state = :seenState", "#runId = :seenRun"]);
-                // A missing `leaving` is read as empty.
-                condition.push(match seen.leaving.is_empty() {
-                    true => "(attribute_not_exists(#leaving) OR #leaving = :seenLeaving)",
-                    false => "#leaving = :seenLeaving",
-                });
-                let expected =
-                    [(":seenState", seen.state.as_str()), (":seenRun", &seen.run_id), (":seenLeaving", &seen.leaving)];
-                values.extend(expected.map(|(name, text)| (name.to_owned(), AttributeValue::S(text.to_owned()))));
+                let expected = [
+                    (a::STATE, seen.state.as_str()),
+                    (a::RUN_ID, &seen.run_id),
+                    (a::CLAIM_UID, &seen.claim_uid),
+                    (a::LEAVING, &seen.leaving),
+                ];
+                for (name, text) in expected {
+                    let same = format!("#{name} = :seen_{name}");
+                    // A missing attribute is read as empty.
+                    condition.push(match text {
+                        "" => format!("(attribute_not_exists(#{name}) OR {same})"),
+                        _ => same,
+                    });
+                    values.insert(format!(":seen_{name}"), AttributeValue::S(text.to_owned()));
+                }
                 if self.requires_unexpired() {
-                    condition.push("#threshold > :now");
+                    condition.push("#threshold > :now".to_owned());
                     values.insert(":now".to_owned(), AttributeValue::S(stamp(now)));
                 }
             }
@@ -78,12 +84,13 @@ impl Transition {
 }
 
 /// What transitions of an existing record may set.
-const MUTABLE_ATTRIBUTES: [&str; 10] = [
+const MUTABLE_ATTRIBUTES: [&str; 11] = [
     a::STATE,
     a::RUN_ID,
     a::THRESHOLD,
     a::UPDATED_AT,
     a::CLAIM,
+    a::CLAIM_UID,
     a::SEALED,
     a::LEAVING,
     a::CLAIMS,

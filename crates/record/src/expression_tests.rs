@@ -92,10 +92,14 @@ fn every_name_and_value_is_used_as_dynamodb_requires() {
 }
 
 #[test]
-fn a_missing_leaving_is_treated_as_empty() {
-    let seen = Instance { leaving: String::new(), ..instance(State::Idle) };
+fn a_missing_attribute_is_treated_as_empty() {
+    let seen = Instance::from_item(&HashMap::from([
+        (a::STATE.to_owned(), AttributeValue::S("idle".into())),
+        (a::THRESHOLD.to_owned(), AttributeValue::S("2025-05-31T12:00:00Z".into())),
+    ]))
+    .unwrap();
     let mut item = seen.to_item();
-    item.remove(a::LEAVING);
+    [a::LEAVING, a::RUN_ID, a::CLAIM_UID].iter().for_each(|name| drop(item.remove(*name)));
     let expression = transition::renew(&seen, now(), now()).unwrap().expression(now());
     assert!(evaluate(&expression.condition, &expression, &item));
 }

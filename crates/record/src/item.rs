@@ -3,7 +3,7 @@ use std::collections::HashMap;
 use aws_sdk_dynamodb::types::AttributeValue;
 use jiff::Timestamp;
 
-use crate::{PublicKey, Signal, State, entity, instant, stamp};
+use crate::{ClaimRef, PublicKey, Signal, State, entity, instant, stamp};
 
 type Item = HashMap<String, AttributeValue>;
 
@@ -26,6 +26,7 @@ pub mod attribute {
     pub const USAGE_CLASS: &str = "usageClass";
     pub const POOL: &str = "pool";
     pub const CLAIM: &str = "claim";
+    pub const CLAIM_UID: &str = "claimUid";
     pub const ZONE: &str = "zone";
     pub const CPU: &str = "cpu";
     pub const MEM: &str = "mem";
@@ -71,6 +72,8 @@ pub struct Instance {
     pub pool: String,
     /// Name of the RunnerClaim, in the pool's namespace; empty if none holds the instance.
     pub claim: String,
+    /// Uid of that claim: another claim of the same name does not own the instance.
+    pub claim_uid: String,
     pub resource_class: String,
     pub instance_type: String,
     /// `on-demand` or `spot`.
@@ -119,6 +122,16 @@ pub struct WorkerSignal {
 pub const SCRUB: &str = "scrub";
 
 impl Instance {
+    /// Whether it is, or was last, in the service of this claim. A record without a uid is of an earlier version; there
+    /// the run tells claims of one name apart.
+    pub fn serves(&self, claim: ClaimRef) -> bool {
+        let same = match self.claim_uid.as_str() {
+            "" => self.run_id == claim.run,
+            uid => uid == claim.uid,
+        };
+        self.claim == claim.name && same
+    }
+
     pub fn to_item(&self) -> Item {
         let mut item = key(entity::INSTANCE, &self.instance_id);
         let texts = [
@@ -129,6 +142,7 @@ impl Instance {
             (a::UPDATED_AT, stamp(self.updated_at)),
             (a::POOL, self.pool.clone()),
             (a::CLAIM, self.claim.clone()),
+            (a::CLAIM_UID, self.claim_uid.clone()),
             (a::RESOURCE_CLASS, self.resource_class.clone()),
             (a::INSTANCE_TYPE, self.instance_type.clone()),
             (a::USAGE_CLASS, self.usage_class.clone()),
@@ -163,6 +177,7 @@ impl Instance {
             updated_at: read.time(a::UPDATED_AT).unwrap_or(Timestamp::UNIX_EPOCH),
             pool: read.text(a::POOL),
             claim: read.text(a::CLAIM),
+            claim_uid: read.text(a::CLAIM_UID),
             resource_class: read.text(a::RESOURCE_CLASS),
             instance_type: read.text(a::INSTANCE_TYPE),
             usage_class: read.text(a::USAGE_CLASS),
@@ -283,6 +298,7 @@ pub(crate) mod tests {
             updated_at: "2025-05-31T11:50:00Z".parse().unwrap(),
             pool: "ci/linux".into(),
             claim: "build-7890".into(),
+            claim_uid: "7d2e".into(),
             resource_class: "medium".into(),
             instance_type: "c6i.large".into(),
             usage_class: "spot".into(),
@@ -320,6 +336,18 @@ pub(crate) mod tests {
         item.retain(|name, _| [a::PK, a::SK, a::STATE, a::THRESHOLD].contains(&name.as_str()));
         let read = Instance::from_item(&item).unwrap();
         assert_eq!((read.instance_id.as_str(), read.state, read.run_id.as_str()), ("i-123456", State::Idle, ""));
+    }
+
+    #[test]
+    fn an_instance_serves_the_claim_of_its_uid_and_without_one_that_of_its_run() {
+        let serves = |claim_uid: &str, name, uid, run| {
+            let record = Instance { claim_uid: claim_uid.into(), ..instance(State::Running) };
+            record.serves(ClaimRef { name, uid, run })
+        };
+        assert!(serves("7d2e", "build-7890", "7d2e", "7890"));
+        assert!(!serves("7d2e", "build-7890", "made-again", "7890"), "a later claim of the same name and run");
+        assert!(!serves("7d2e", "another", "7d2e", "7890"));
+        assert!(serves("", "build-7890", "7d2e", "7890") && !serves("", "build-7890", "7d2e", "7891"));
     }
 
     #[test]

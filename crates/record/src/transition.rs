@@ -50,7 +50,7 @@ impl Transition {
         &self.next
     }
 
-    /// Whether the change may replace the stored record at `now`. State, run and `leaving` must be as last seen,
+    /// Whether the change may replace the stored record at `now`. State, run, claim and `leaving` must be as last seen,
     /// because any two conflicting changes differ in one of these.
     pub fn holds(&self, stored: Option<&Instance>, now: Timestamp) -> bool {
         match (&self.seen, stored) {
@@ -61,6 +61,7 @@ impl Transition {
                 let same = |of: fn(&Instance) -> &str| of(stored) == of(seen);
                 stored.state == seen.state
                     && same(|instance| &instance.run_id)
+                    && same(|instance| &instance.claim_uid)
                     && same(|instance| &instance.leaving)
                     && (unexpired || !self.requires_unexpired())
             }
@@ -89,6 +90,7 @@ pub fn launch(
         updated_at: now,
         pool: identity.pool,
         claim: claim.map_or("", |claim| claim.name).to_owned(),
+        claim_uid: claim.map_or("", |claim| claim.uid).to_owned(),
         resource_class: identity.resource_class,
         instance_type: identity.instance_type,
         usage_class: identity.usage_class,
@@ -124,6 +126,7 @@ pub fn claim(
     let guard = seen.state == State::Idle && seen.leaving.is_empty();
     let next = Instance {
         claim: claim.name.to_owned(),
+        claim_uid: claim.uid.to_owned(),
         run_id: claim.run.to_owned(),
         sealed: sealed?,
         claims: seen.claims + 1,
@@ -143,6 +146,7 @@ pub fn release(seen: &Instance, sealed: Option<String>, threshold: Timestamp, no
     let guard = matches!(seen.state, State::Running | State::Claimed) && !seen.run_id.is_empty();
     let next = Instance {
         claim: String::new(),
+        claim_uid: String::new(),
         run_id: String::new(),
         leaving: seen.run_id.clone(),
         sealed: sealed?,

@@ -45,13 +45,15 @@ pub(crate) const FUNCTIONS: [(&str, Function); 10] = [
     ("runner_gone", runner_gone),
 ];
 
-/// A record in every state, with and without `run_id` and `leaving`.
+/// A record in every state, with and without `run_id` and `leaving`, and one of another claim of the same name and run.
 pub(crate) fn records() -> Vec<Instance> {
     let mut records = Vec::new();
     for state in State::ALL {
         for (run_id, leaving) in [("", ""), ("7890", ""), ("", "7889"), ("7890", "7889")] {
             records.push(Instance { run_id: run_id.into(), leaving: leaving.into(), ..instance(*state) });
         }
+        let another = Instance { claim_uid: "made-again".into(), leaving: String::new(), ..instance(*state) };
+        records.insert(0, another);
     }
     records
 }
@@ -98,9 +100,9 @@ fn each_function_sets_what_the_table_says_and_keeps_the_rest() {
     use crate::attribute::*;
     let table: [(&str, State, &[&str]); 10] = [
         ("seal", State::Created, &[SEALED]),
-        ("claim", State::Idle, &[STATE, CLAIM, RUN_ID, SEALED, CLAIMS, THRESHOLD, UPDATED_AT]),
+        ("claim", State::Idle, &[STATE, CLAIM, CLAIM_UID, RUN_ID, SEALED, CLAIMS, THRESHOLD, UPDATED_AT]),
         ("start", State::Claimed, &[STATE, SEALED, THRESHOLD, UPDATED_AT]),
-        ("release", State::Running, &[STATE, CLAIM, RUN_ID, LEAVING, SEALED, THRESHOLD, UPDATED_AT]),
+        ("release", State::Running, &[STATE, CLAIM, CLAIM_UID, RUN_ID, LEAVING, SEALED, THRESHOLD, UPDATED_AT]),
         ("warm_up", State::Created, &[STATE, THRESHOLD, UPDATED_AT]),
         ("make_idle", State::Running, &[STATE, THRESHOLD, UPDATED_AT]),
         ("renew", State::Idle, &[THRESHOLD, UPDATED_AT]),
@@ -131,6 +133,7 @@ fn a_launch_is_for_a_claim_or_warm() {
         run_id: "8000".into(),
         initial_run_id: "8000".into(),
         claim: "build-8000".into(),
+        claim_uid: "8f1c".into(),
         claims: 1,
         threshold: Some(threshold()),
         updated_at: now(),
@@ -142,7 +145,14 @@ fn a_launch_is_for_a_claim_or_warm() {
     };
     assert_eq!((for_claim.seen(), for_claim.next()), (None, &expected));
     let none = String::new;
-    let warm = Instance { run_id: none(), initial_run_id: none(), claim: none(), claims: 0, ..expected };
+    let warm = Instance {
+        run_id: none(),
+        initial_run_id: none(),
+        claim: none(),
+        claim_uid: none(),
+        claims: 0,
+        ..expected
+    };
     assert_eq!(launched(None).next(), &warm);
     assert_eq!(launch(Some(&warm), identity(), None, threshold(), now()), None, "it already has a record");
 }
@@ -201,7 +211,8 @@ fn i1_a_change_is_stored_only_over_what_it_was_made_from() {
             assert!(made.holds(Some(seen), now()), "{name}");
             assert!(!made.holds(None, now()), "{name}");
             for stored in records() {
-                let same = (stored.state, &stored.run_id, &stored.leaving) == (seen.state, &seen.run_id, &seen.leaving);
+                let of = |it: &Instance| (it.state, it.run_id.clone(), it.claim_uid.clone(), it.leaving.clone());
+                let same = of(&stored) == of(seen);
                 assert_eq!(made.holds(Some(&stored), now()), same, "{name} {stored:?}");
             }
             let expiry = instance(State::Idle).threshold.unwrap();

@@ -3,14 +3,23 @@
 use jiff::Timestamp;
 use paddock_core::{
     api::{Ec2Pool, FailureReason},
-    ec2::requirements::Requirements,
+    ec2::{claim::claim_ref, machine::Machine, requirements::Requirements},
     names::PoolKey,
 };
 use paddock_effects::aws::{AwsError, dynamodb::WriteOutcome, ec2::Launched};
-use paddock_record::{ClaimRef, Identity, Transition, transition};
+use paddock_record::{ClaimRef, Identity, Instance, State, Transition, transition};
 
-use super::Ec2Context;
+use super::{
+    Ec2Context,
+    runner_tokens::{Outage, sealed},
+};
 use crate::controllers::reference;
+
+/// What the return of machines came to.
+pub enum Returned {
+    Done,
+    NoToken(Outage),
+}
 
 impl Ec2Context {
     /// The first record of a newly launched instance, for a claim or to be kept warm; `None` if it has one.
@@ -38,14 +47,62 @@ impl Ec2Context {
         transition::launch(known.as_ref(), identity, claim, pool.lifetimes.created.after(now), now)
     }
 
+    /// Returns machines of the pool to it, and terminates those that never ran.
+    pub async fn give_back(&self, namespace: &str, pool: &Ec2Pool, held: &[Machine]) -> Result<Returned, AwsError> {
+        if held.is_empty() {
+            return Ok(Returned::Done);
+        }
+        let token = match self.removal_token(namespace, pool).await {
+            Ok(token) => token,
+            Err(outage) => return Ok(Returned::NoToken(outage)),
+        };
+        let now = Timestamp::now();
+        let threshold = pool.lifetimes.idle.after(now);
+        let mut transitions = Vec::new();
+        for machine in held {
+            let record = &machine.record;
+            match (record.state, transition::release(record, sealed(machine, &token), threshold, now)) {
+                (_, Some(released)) => transitions.push(released),
+                (State::Idle | State::Terminated, None) => {}
+                (State::Created | State::Running | State::Claimed, None) => {
+                    let why = "the claim ended before the machine served";
+                    self.end_instance(&record.instance_id, FailureReason::CreationAborted, why).await?;
+                }
+            }
+        }
+        self.ledger.apply(transitions).await?;
+        Ok(Returned::Done)
+    }
+
+    /// Terminates machines that cannot deregister from GitHub.
+    pub async fn end_unreleased(&self, held: &[Machine], why: &str) -> Result<(), AwsError> {
+        for machine in held {
+            self.end_instance(&machine.record.instance_id, FailureReason::DeregistrationFailed, why).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether the claim that a machine's record names exists.
+    pub fn claim_exists(&self, record: &Instance) -> bool {
+        let Some(pool) = PoolKey::parse(&record.pool) else { return false };
+        let claim = self.shared.stores.claims.store.get(&reference(&pool.namespace, &record.claim));
+        claim.is_some_and(|claim| record.serves(claim_ref(&claim)))
+    }
+
     /// Ends instances whose pool no longer exists, for example after its finalizer was removed by hand.
     pub async fn end_orphans(&self) -> Result<(), AwsError> {
         let watched = |namespace: &str| self.shared.settings.namespace.as_deref().is_none_or(|only| only == namespace);
+        let pools = &self.shared.stores.pools.store;
+        let exists = |key: &PoolKey| pools.get(&reference(&key.namespace, &key.name)).is_some();
         for machine in self.ledger.all() {
             let (id, pool) = (&machine.record.instance_id, &machine.record.pool);
-            let Some(key) = PoolKey::parse(pool).filter(|key| watched(&key.namespace)) else { continue };
-            if self.shared.stores.pools.store.get(&reference(&key.namespace, &key.name)).is_none() {
-                self.end_instance(id, FailureReason::InstanceGone, &format!("there is no pool {pool}")).await?;
+            let gone = match PoolKey::parse(pool) {
+                None => Some("its record names no pool".to_owned()),
+                Some(key) if watched(&key.namespace) && !exists(&key) => Some(format!("there is no pool {pool}")),
+                Some(_) => None,
+            };
+            if let Some(why) = gone {
+                self.end_instance(id, FailureReason::InstanceGone, &why).await?;
                 self.ledger.forget(id).await?;
             }
         }

@@ -4,8 +4,12 @@
 use std::time::Duration;
 
 use futures::FutureExt;
-use paddock_effects::cache::ExpiringCache;
-use secrecy::SecretString;
+use paddock_core::{api::Ec2Pool, ec2::machine::Machine};
+use paddock_effects::{cache::ExpiringCache, github::credentials::CredentialsError};
+use secrecy::{ExposeSecret, SecretString};
+
+use super::Ec2Context;
+use crate::controllers::stale_runners;
 
 /// How long a claim keeps its token. It is valid for an hour, so a machine that gets it late still has time to use it.
 const CLAIM_TOKEN_TTL: Duration = Duration::from_secs(30 * 60);
@@ -63,10 +67,70 @@ impl Tokens {
     }
 }
 
+/// Why there is no token.
+pub enum Outage {
+    /// The Secret is missing or invalid, and has to be fixed by a user.
+    NoCredentials(String),
+    GitHub(String),
+}
+
+impl Outage {
+    pub fn message(&self) -> &str {
+        let (Self::NoCredentials(message) | Self::GitHub(message)) = self;
+        message
+    }
+}
+
+impl Ec2Context {
+    /// The token with which the machines of a claim register.
+    pub async fn registration_token(
+        &self,
+        namespace: &str,
+        pool: &Ec2Pool,
+        claim_uid: String,
+    ) -> Result<SecretString, Outage> {
+        let (key, new) = self.new_token(namespace, pool, TokenKind::Registration);
+        self.tokens.registration(claim_uid, key, new).await
+    }
+
+    /// The token with which machines deregister.
+    pub async fn removal_token(&self, namespace: &str, pool: &Ec2Pool) -> Result<SecretString, Outage> {
+        let (key, new) = self.new_token(namespace, pool, TokenKind::Removal);
+        self.tokens.share(key, new).await
+    }
+
+    fn new_token(
+        &self,
+        namespace: &str,
+        pool: &Ec2Pool,
+        kind: TokenKind,
+    ) -> (TokenKey, impl Future<Output = Result<SecretString, Outage>> + Send) {
+        let (secret, scope) = (&pool.github.credentials_ref.name, stale_runners::scope(pool));
+        let key = (namespace.to_owned(), secret.clone(), scope.to_string(), kind);
+        let (namespace, secret, shared) = (namespace.to_owned(), secret.clone(), self.shared.clone());
+        let new = async move {
+            let credentials = shared.credentials.get_or_last(&namespace, &secret).await;
+            let credentials = credentials.map_err(|error| match error {
+                CredentialsError::Unreadable { .. } => Outage::GitHub(error.to_string()),
+                error => Outage::NoCredentials(error.to_string()),
+            })?;
+            let token = match kind {
+                TokenKind::Registration => shared.github.registration_token(&credentials, &scope).await,
+                TokenKind::Removal => shared.github.remove_token(&credentials, &scope).await,
+            };
+            token.map_err(|error| Outage::GitHub(error.to_string()))
+        };
+        (key, new)
+    }
+}
+
+/// A token that only this machine can read; none while its key is unknown.
+pub fn sealed(machine: &Machine, token: &SecretString) -> Option<String> {
+    machine.public_key().map(|key| key.seal(token.expose_secret()))
+}
+
 #[cfg(test)]
 mod tests {
-    use secrecy::ExposeSecret;
-
     use super::*;
 
     #[tokio::test]

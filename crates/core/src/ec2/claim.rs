@@ -6,7 +6,7 @@ use std::{
 };
 
 use jiff::Timestamp;
-use paddock_record::State;
+use paddock_record::{ClaimRef, State};
 
 use super::{
     capacity_memory::CapacityMemory,
@@ -196,6 +196,12 @@ impl ClaimFacts<'_> {
     }
 }
 
+/// The reference to a claim in its machines' records.
+pub fn claim_ref(claim: &RunnerClaim) -> ClaimRef<'_> {
+    let (name, uid) = (claim.metadata.name.as_deref(), claim.metadata.uid.as_deref());
+    ClaimRef { name: name.unwrap_or_default(), uid: uid.unwrap_or_default(), run: &claim.spec.run_id }
+}
+
 pub fn decide(facts: &ClaimFacts, now: Timestamp) -> ClaimAction {
     use ClaimPhase::{Claiming, Completed, Creating, Failed, Pending, Ready, Releasing, Validating};
     let metadata = &facts.claim.metadata;
@@ -208,7 +214,9 @@ pub fn decide(facts: &ClaimFacts, now: Timestamp) -> ClaimAction {
         (true, _, Pending | Claiming | Creating | Validating | Ready | Completed | Failed) => {
             ClaimAction::Release("returning the machines to the pool".into())
         }
-        (false, PoolView::Missing, _) => {
+        // It keeps its last condition, and nothing is left to return either.
+        (false, PoolView::Missing, Completed | Failed) => ClaimAction::Nothing,
+        (false, PoolView::Missing, Pending | Claiming | Creating | Validating | Ready | Releasing) => {
             let (namespace, name) = (metadata.namespace.as_deref(), facts.claim.spec.pool.as_deref());
             let (namespace, name) = (namespace.unwrap_or_default(), name.unwrap_or_default());
             let message = format!("no RunnerPool {name} in namespace {namespace}: apply it, and the claim goes on");

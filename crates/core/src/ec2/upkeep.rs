@@ -85,6 +85,13 @@ pub fn upkeep(tracked: &Machine, pool: &Ec2Pool, keep: bool, now: Timestamp) -> 
     }
 }
 
+/// Whether a machine is held for a claim that does not exist (any more), so that no release will come: the claim's
+/// finalizer was removed by force, or a late write of a former leader gave it a machine.
+pub fn is_abandoned(record: &Instance, claim_exists: impl Fn(&Instance) -> bool) -> bool {
+    let held = matches!(record.state, State::Created | State::Claimed | State::Running) && !record.claim.is_empty();
+    held && !claim_exists(record)
+}
+
 /// An instance without a record is an orphan, and a record without an instance lost, only after this time: records are
 /// written after launches, and EC2 shows a new instance late.
 pub const ORPHAN_AGE: SignedDuration = SignedDuration::from_secs(60);

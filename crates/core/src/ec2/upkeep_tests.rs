@@ -52,6 +52,18 @@ fn a_released_instance_is_pooled_only_after_it_deregistered_from_that_run() {
 }
 
 #[test]
+fn a_machine_held_for_a_claim_that_does_not_exist_is_abandoned() {
+    for state in State::ALL {
+        let mut it = record("i-1", *state, RUN, at(0));
+        assert!(!is_abandoned(&it, |_| false), "{state}: no claim holds it");
+        it.claim = "c".into();
+        assert!(!is_abandoned(&it, |_| true), "{state}");
+        let held = matches!(state, State::Created | State::Claimed | State::Running);
+        assert_eq!(is_abandoned(&it, |_| false), held, "{state}");
+    }
+}
+
+#[test]
 fn a_signal_from_before_the_release_does_not_count() {
     let mut it = tracked(leaving(RUN, record("i-1", State::Idle, "", at(60))));
     it.report.signal = Some(said(Signal::Deregistered, RUN));

@@ -7,7 +7,7 @@ use std::{
 
 use jiff::{SignedDuration, Timestamp};
 use paddock_core::ec2::machine::{AgentReport, Machine, report_poll_delay};
-use paddock_record::State;
+use paddock_record::{ClaimRef, State};
 
 use crate::aws::dynamodb::ReportQuery;
 
@@ -49,9 +49,10 @@ impl LedgerIndex {
         self.pools.get(pool).into_iter().flatten().filter_map(|id| self.all.get(id))
     }
 
-    pub fn of_claim(&self, pool: &str, claim: &str) -> impl Iterator<Item = &Machine> {
-        let ids = self.claims.get(&(pool.to_owned(), claim.to_owned()));
-        ids.into_iter().flatten().filter_map(|id| self.all.get(id))
+    pub fn of_claim(&self, pool: &str, claim: ClaimRef) -> impl Iterator<Item = &Machine> {
+        let ids = self.claims.get(&(pool.to_owned(), claim.name.to_owned()));
+        let named = ids.into_iter().flatten().filter_map(|id| self.all.get(id));
+        named.filter(move |machine| machine.record.serves(claim))
     }
 
     /// Inserts or replaces an instance.
@@ -158,9 +159,12 @@ mod tests {
 
     fn held(id: &str, claim: &str, state: State) -> Machine {
         let mut machine = tracked(record(id, state, "7", at(0)));
-        machine.record.claim = claim.into();
+        (machine.record.claim, machine.record.claim_uid) = (claim.into(), format!("uid-of-{claim}"));
         machine
     }
+
+    const A: ClaimRef = ClaimRef { name: "a", uid: "uid-of-a", run: "7" };
+    const B: ClaimRef = ClaimRef { name: "b", uid: "uid-of-b", run: "7" };
 
     fn ids<'a>(found: impl Iterator<Item = &'a Machine>) -> Vec<&'a str> {
         found.map(|machine| machine.record.instance_id.as_str()).collect()
@@ -172,11 +176,13 @@ mod tests {
         for (id, claim) in [("i-2", "a"), ("i-1", "a"), ("i-3", "b"), ("i-2", "b"), ("i-3", "")] {
             index.put(held(id, claim, State::Running), now);
         }
-        assert_eq!(ids(index.of_claim("ci/linux", "a")), ["i-1"]);
-        assert_eq!(ids(index.of_claim("ci/linux", "b")), ["i-2"]);
+        assert_eq!(ids(index.of_claim("ci/linux", A)), ["i-1"]);
+        assert_eq!(ids(index.of_claim("ci/linux", B)), ["i-2"]);
+        let again = ClaimRef { uid: "made-again", ..B };
+        assert!(ids(index.of_claim("ci/linux", again)).is_empty(), "another claim of the same name and run");
         assert_eq!(ids(index.of_pool("ci/linux")), ["i-1", "i-2", "i-3"]);
         assert!(index.remove("i-1").is_some() && index.remove("i-1").is_none());
-        assert!(ids(index.of_claim("ci/linux", "a")).is_empty());
+        assert!(ids(index.of_claim("ci/linux", A)).is_empty());
         assert_eq!(ids(index.of_pool("ci/linux")), ["i-2", "i-3"]);
     }
 

@@ -23,7 +23,7 @@ use paddock_core::{
     ec2::machine::{AgentReport, Machine},
     names::PoolKey,
 };
-use paddock_record::{Instance, State, Transition};
+use paddock_record::{ClaimRef, Instance, State, Transition};
 use tokio::sync::{Notify, OnceCell, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -105,7 +105,8 @@ impl Ledger {
         self.index().of_pool(&pool.to_string()).cloned().collect()
     }
 
-    pub fn of_claim(&self, pool: &PoolKey, claim: &str) -> Vec<Machine> {
+    /// The instances in the service of a claim, terminated ones included.
+    pub fn of_claim(&self, pool: &PoolKey, claim: ClaimRef) -> Vec<Machine> {
         self.index().of_claim(&pool.to_string(), claim).cloned().collect()
     }
 

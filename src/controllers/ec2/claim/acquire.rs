@@ -17,8 +17,9 @@ use paddock_effects::{
 use paddock_record::{State, transition};
 use secrecy::SecretString;
 
-use super::{Error, Observed, TokenKind, Work, sealed};
+use super::{Error, Observed, Work};
 use crate::controllers::ec2::{
+    runner_tokens::sealed,
     idle_queue::{Candidate, Disposition},
     pool::aws_problem,
 };
@@ -56,7 +57,7 @@ impl Work {
         let mut take = Box::pin(idle_queues.take(supply.queue, self.pool_key(), supply.needs.clone(), count));
         let (at_once, token) = tokio::join!(
             tokio::time::timeout(BACKGROUND_DELAY_MAX, &mut take),
-            self.token(supply.spec, TokenKind::Registration)
+            self.token(supply.spec)
         );
         let picked = match at_once {
             Ok(picked) => picked?,
@@ -191,7 +192,7 @@ impl Work {
 
     /// Seals the registration token for launched machines, whose keys are known now.
     async fn seal(&self, supply: &Supply<'_>, waiting: &[Machine]) -> Result<Applied, Error> {
-        let token = match self.token(supply.spec, TokenKind::Registration).await {
+        let token = match self.token(supply.spec).await {
             Ok(token) => token,
             Err(outage) => return Ok(outage.into()),
         };

@@ -20,25 +20,24 @@ use paddock_core::{
     demand::job_facts::JobFacts,
     ec2::{
         capacity_memory::CapacityMemory,
-        claim::{AGENT_CHECK_PERIOD, Applied, ClaimAction, ClaimFacts, LaunchOptions, PoolView, decide, next},
+        claim::{AGENT_CHECK_PERIOD, Applied, ClaimAction, ClaimFacts, LaunchOptions, PoolView, claim_ref, decide, next},
         claim_status,
         machine::Machine,
     },
     names::PoolKey,
 };
 use paddock_effects::{
-    github::credentials::CredentialsError,
     kube::{
         lanes::{Turn, UrgentGuard},
         objects,
     },
 };
 use paddock_record::{ClaimRef, State};
-use secrecy::{ExposeSecret, SecretString};
+use secrecy::SecretString;
 use tokio_util::sync::CancellationToken;
 
-use super::{Ec2Context, launch_room::Reservation, runner_tokens::TokenKind};
-use crate::controllers::{Error, Next, drive, reference, stale_runners};
+use super::{Ec2Context, launch_room::Reservation, runner_tokens::Outage};
+use crate::controllers::{Error, Next, drive, reference};
 
 /// Actions in one reconciliation: a claim needs about six from Pending to Ready, and more where machines are replaced.
 const MAX_ACTIONS: usize = 16;
@@ -180,7 +179,7 @@ impl Work {
         // Only a claim that may place an order needs the count, which is slow in a large pool.
         let live = if self.pool_exhausted { self.live() + self.context.launch_room.under_way(&key) } else { 0 };
         Observed {
-            machines: self.context.ledger.of_claim(&key, &self.name),
+            machines: self.context.ledger.of_claim(&key, self.reference()),
             pool: self.pool.clone(),
             live,
             capacity: self.context.capacity_memory().clone(),
@@ -282,8 +281,7 @@ impl Work {
 
     /// The reference to the claim in its machines' records.
     fn reference(&self) -> ClaimRef<'_> {
-        let uid = self.claim.metadata.uid.as_deref().unwrap_or_default();
-        ClaimRef { name: &self.name, uid, run: &self.claim.spec.run_id }
+        claim_ref(&self.claim)
     }
 
     fn pool_key(&self) -> PoolKey {
@@ -292,7 +290,7 @@ impl Work {
 
     fn held(&self) -> Vec<Machine> {
         let live = |machine: &Machine| machine.record.state != State::Terminated;
-        self.context.ledger.of_claim(&self.pool_key(), &self.name).into_iter().filter(live).collect()
+        self.context.ledger.of_claim(&self.pool_key(), self.reference()).into_iter().filter(live).collect()
     }
 
     /// How many machines the pool has.
@@ -301,25 +299,8 @@ impl Work {
         self.context.ledger.find(&self.pool_key(), live).len() as u32
     }
 
-    async fn token(&self, pool: &Ec2Pool, kind: TokenKind) -> Result<SecretString, Outage> {
-        let (secret, scope) = (&pool.github.credentials_ref.name, stale_runners::scope(pool));
-        let key = (self.namespace.clone(), secret.clone(), scope.to_string(), kind);
-        let new = async {
-            let credentials = self.context.shared.credentials.get_or_last(&self.namespace, secret).await;
-            let credentials = credentials.map_err(|error| match error {
-                CredentialsError::Unreadable { .. } => Outage::GitHub(error.to_string()),
-                error => Outage::NoCredentials(error.to_string()),
-            })?;
-            let token = match kind {
-                TokenKind::Registration => self.context.shared.github.registration_token(&credentials, &scope).await,
-                TokenKind::Removal => self.context.shared.github.remove_token(&credentials, &scope).await,
-            };
-            token.map_err(|error| Outage::GitHub(error.to_string()))
-        };
-        match kind {
-            TokenKind::Registration => self.context.tokens.registration(self.uid(), key, new).await,
-            TokenKind::Removal => self.context.tokens.share(key, new).await,
-        }
+    async fn token(&self, pool: &Ec2Pool) -> Result<SecretString, Outage> {
+        self.context.registration_token(&self.namespace, pool, self.uid()).await
     }
 
     /// Writes a status that only reports what the claim waits for.
@@ -379,21 +360,8 @@ impl Observed {
     }
 }
 
-/// Why there is no token.
-enum Outage {
-    /// The Secret is missing or invalid, and has to be fixed by a user.
-    NoCredentials(String),
-    GitHub(String),
-}
-
 impl From<Outage> for Applied {
     fn from(outage: Outage) -> Self {
-        let (Outage::NoCredentials(why) | Outage::GitHub(why)) = outage;
-        Self::Unavailable(ClaimReason::GitHubUnavailable, why)
+        Self::Unavailable(ClaimReason::GitHubUnavailable, outage.message().to_owned())
     }
-}
-
-/// A token that only this machine can read; none while its key is unknown.
-fn sealed(machine: &Machine, token: &SecretString) -> Option<String> {
-    machine.public_key().map(|key| key.seal(token.expose_secret()))
 }

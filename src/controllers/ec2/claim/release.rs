@@ -1,14 +1,10 @@
 //! Returns the machines that a claim holds.
 
-use jiff::Timestamp;
-use paddock_core::{
-    api::FailureReason,
-    ec2::{claim::Applied, machine::Machine},
-};
+use paddock_core::ec2::{claim::Applied, machine::Machine};
 use paddock_effects::kube::objects;
-use paddock_record::{State, transition};
 
-use super::{Error, Outage, TokenKind, Work, sealed};
+use super::{Error, Outage, Work};
+use crate::controllers::ec2::machines::Returned;
 
 impl Work {
     /// Removes the finalizer of a deleted claim once it holds no machines.
@@ -29,37 +25,16 @@ impl Work {
 
     /// Returns machines of the pool to it, and terminates those that never ran.
     pub(super) async fn give_back(&self, held: &[Machine]) -> Result<Applied, Error> {
-        let Some(ec2) = self.pool.as_ref().and_then(|pool| pool.spec.ec2.as_ref()).filter(|_| !held.is_empty()) else {
-            return Ok(Applied::Done);
-        };
-        let token = match self.token(ec2, TokenKind::Removal).await {
-            Ok(token) => token,
+        let Some(ec2) = self.pool.as_ref().and_then(|pool| pool.spec.ec2.as_ref()) else { return Ok(Applied::Done) };
+        match self.context.give_back(&self.namespace, ec2, held).await? {
+            Returned::Done => Ok(Applied::Done),
             // Deletion must not block: the machines end, and GitHub removes their runners later.
-            Err(Outage::NoCredentials(why)) if self.claim.metadata.deletion_timestamp.is_some() => {
+            Returned::NoToken(Outage::NoCredentials(why)) if self.claim.metadata.deletion_timestamp.is_some() => {
                 let why = format!("the claim was deleted, and its runner cannot leave GitHub: {why}");
-                for machine in held {
-                    let id = &machine.record.instance_id;
-                    self.context.end_instance(id, FailureReason::DeregistrationFailed, &why).await?;
-                }
-                return Ok(Applied::Done);
+                self.context.end_unreleased(held, &why).await?;
+                Ok(Applied::Done)
             }
-            Err(outage) => return Ok(outage.into()),
-        };
-        let now = Timestamp::now();
-        let threshold = ec2.lifetimes.idle.after(now);
-        let mut transitions = Vec::new();
-        for machine in held {
-            let record = &machine.record;
-            match (record.state, transition::release(record, sealed(machine, &token), threshold, now)) {
-                (_, Some(released)) => transitions.push(released),
-                (State::Idle | State::Terminated, None) => {}
-                (State::Created | State::Running | State::Claimed, None) => {
-                    let why = "the claim ended before the machine served";
-                    self.context.end_instance(&record.instance_id, FailureReason::CreationAborted, why).await?;
-                }
-            }
+            Returned::NoToken(outage) => Ok(outage.into()),
         }
-        self.context.ledger.apply(transitions).await?;
-        Ok(Applied::Done)
     }
 }

@@ -9,7 +9,7 @@ use paddock_core::{
     ec2::{
         machine::Machine,
         pool_status::PoolProblem,
-        upkeep::{Ec2State, ORPHAN_AGE, Upkeep, is_forgotten, lost, upkeep},
+        upkeep::{Ec2State, ORPHAN_AGE, Upkeep, is_abandoned, is_forgotten, lost, upkeep},
         warm,
     },
     names::PoolKey,
@@ -21,7 +21,7 @@ use paddock_effects::aws::{
 use paddock_record::{Instance, State, Transition, transition};
 
 use super::aws_problem;
-use crate::controllers::ec2::Ec2Context;
+use crate::controllers::ec2::{Ec2Context, machines::Returned, runner_tokens::Outage};
 
 /// How often the records are compared with EC2 and the queues.
 const SWEEP_PERIOD: Duration = Duration::from_secs(30);
@@ -40,9 +40,12 @@ pub(super) async fn keep_up(
     let mut ends = 0;
     let instances = context.ledger.of_pool(key);
     let warm = warm::kept(&instances, ec2);
-    let (mut warming, mut returning, mut renewed) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut warming, mut returning, mut renewed, mut abandoned) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for machine in &instances {
         match upkeep(machine, ec2, warm.contains(machine.record.instance_id.as_str()), now) {
+            Upkeep::Leave if is_abandoned(&machine.record, |record| context.claim_exists(record)) => {
+                abandoned.push(machine.clone());
+            }
             Upkeep::Leave => {}
             Upkeep::Warm => warming.push(machine.clone()),
             Upkeep::Pool => returning.push(machine.clone()),
@@ -66,12 +69,41 @@ pub(super) async fn keep_up(
             context.ledger.forget(&record.instance_id).await.map_err(aws_problem)?;
         }
     }
+    reclaim(context, pool, ec2, key, &abandoned).await.map_err(aws_problem)?;
     return_to_pool(context, key, returning, queues).await.map_err(aws_problem)?;
     pool_warm(context, key, warming, ec2, queues).await.map_err(aws_problem)?;
     renew(context, key, renewed, ec2, queues).await.map_err(aws_problem)?;
     send_missing(context, key, &context.ledger.of_pool(key), queues).await.map_err(aws_problem)?;
     sweep_if_due(context, key, queues);
     context.pools.upkeep_problem(key).map_or(Ok(()), Err)
+}
+
+/// Returns machines whose claim does not exist, as the claim would have done. Without a token to deregister they end.
+async fn reclaim(
+    context: &Ec2Context,
+    pool: &RunnerPool,
+    ec2: &Ec2Pool,
+    key: &PoolKey,
+    abandoned: &[Machine],
+) -> Result<(), AwsError> {
+    for machine in abandoned {
+        let Instance { instance_id, claim, .. } = &machine.record;
+        let note = format!("{instance_id}: its claim {claim} does not exist any more");
+        tracing::warn!(pool = %key, instance = instance_id, claim, "machine reclaimed: its claim does not exist");
+        context.shared.events.record(pool, EventType::Warning, "Refresh", "WorkerReclaimed", note);
+    }
+    match context.give_back(&key.namespace, ec2, abandoned).await? {
+        Returned::Done => Ok(()),
+        Returned::NoToken(Outage::NoCredentials(why)) => {
+            let why = format!("its claim does not exist, and its runner cannot leave GitHub: {why}");
+            context.end_unreleased(abandoned, &why).await
+        }
+        // The next upkeep tries again.
+        Returned::NoToken(Outage::GitHub(error)) => {
+            tracing::warn!(pool = %key, error, "no token to return abandoned machines with");
+            Ok(())
+        }
+    }
 }
 
 /// Starts a sweep in the background, one at a time: EC2 may be slow to list, and the upkeep must not wait.
