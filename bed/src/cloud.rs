@@ -48,12 +48,12 @@ impl Cloud {
         let pk = AttributeValue::S(format!("TYPE#{}", entity::INSTANCE));
         let pages = query.expression_attribute_values(":pk", pk).consistent_read(true).into_paginator().items().send();
         let items = pages.collect::<Result<Vec<_>, _>>().await?;
-        let records = items.iter().map(Instance::from_item).collect::<Result<Vec<_>, _>>()?;
-        Ok(records.into_iter().filter(|record| record.pool == pool).collect())
+        let records = items.iter().map(Instance::from_item);
+        Ok(records.filter(|record| record.pool == pool).collect())
     }
 
     pub async fn record(&self, id: &str) -> Result<Option<Instance>> {
-        Ok(self.item(entity::INSTANCE, id).await?.as_ref().map(Instance::from_item).transpose()?)
+        Ok(self.item(entity::INSTANCE, id).await?.as_ref().map(Instance::from_item))
     }
 
     pub async fn heartbeat(&self, id: &str) -> Result<Option<Heartbeat>> {
@@ -86,6 +86,21 @@ impl Cloud {
         let item = WorkerSignal::new(id, signal, run_id, Timestamp::now());
         self.dynamodb.put_item().table_name(&self.table).set_item(Some(item.to_item())).send().await?;
         Ok(())
+    }
+
+    /// Changes the record of an instance: sets attributes, and removes others.
+    pub async fn edit_record(&self, id: &str, set: &[(&str, &str)], remove: &[&str]) -> Result<()> {
+        let mut item = self.item(entity::INSTANCE, id).await?.context("the instance has a record")?;
+        item.retain(|name, _| !remove.contains(&name.as_str()));
+        item.extend(set.iter().map(|(name, text)| ((*name).to_owned(), AttributeValue::S((*text).to_owned()))));
+        self.dynamodb.put_item().table_name(&self.table).set_item(Some(item)).send().await?;
+        Ok(())
+    }
+
+    /// An attribute of an instance's record.
+    pub async fn attribute(&self, id: &str, name: &str) -> Result<Option<String>> {
+        let item = self.item(entity::INSTANCE, id).await?.unwrap_or_default();
+        Ok(item.get(name).and_then(|value| value.as_s().ok()).cloned())
     }
 
     /// Removes the record of an instance.

@@ -58,7 +58,7 @@ fn fits(record: Option<Record>, machine: Machine) -> bool {
         State::Created | State::Claimed => machine.serving.is_none() || machine.serving == record.run,
         State::Running => machine.serving == record.run,
         State::Idle => machine.serving.is_none() || !record.is_free(),
-        State::Terminated => true,
+        State::Terminated | State::Unknown => true,
     }
 }
 

@@ -20,7 +20,7 @@ static INSTANCE: LazyLock<Instance> = LazyLock::new(|| {
         (attribute::USAGE_CLASS, "on-demand"),
     ];
     item.extend(texts.map(|(name, text)| (name.to_owned(), AttributeValue::S(text.to_owned()))));
-    Instance::from_item(&item).unwrap()
+    Instance::from_item(&item)
 });
 
 /// The id of a run, by the number of its claim.
@@ -39,6 +39,7 @@ pub fn instance(id: usize, record: &Record, age: Age) -> Instance {
     instance.instance_id = id.to_string();
     instance.state = record.state;
     instance.run_id = run_id(record.run);
+    instance.claim_uid = run_id(record.run);
     instance.leaving = run_id(record.leaving);
     instance.sealed = if record.sealed { "sealed".into() } else { String::new() };
     instance.threshold = record.is_live().then(|| NOW + left);

@@ -223,7 +223,7 @@ impl Shared {
         let answer = self.client.batch_get_item().request_items(&self.table, wanted).send().await?;
         ensure!(answer.unprocessed_keys.unwrap_or_default().is_empty(), "the emulator left keys out");
         let items = answer.responses.unwrap_or_default().remove(&self.table).unwrap_or_default();
-        Ok(items.iter().map(Instance::from_item).collect::<Result<_, _>>()?)
+        Ok(items.iter().map(Instance::from_item).collect())
     }
 
     async fn put(&self, items: Vec<Item>) {

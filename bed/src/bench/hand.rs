@@ -79,9 +79,9 @@ impl Hand {
     /// Releases machines left running by an earlier round or the operator, and waits for their agents. Not measured.
     async fn free(&self, agents: &Agents, ids: &[String]) -> Result<Vec<Instance>> {
         let stored = self.read(entity::INSTANCE, ids).await?;
-        let stored = stored.iter().map(Instance::from_item).collect::<Result<Vec<_>, _>>()?;
+        let stored = stored.iter().map(Instance::from_item);
         let (now, threshold) = times();
-        let freed = stored.into_iter().map(async |seen| {
+        let freed = stored.map(async |seen| {
             let sealed = public_key(agents, &seen)?.seal("token");
             let Some(released) = transition::release(&seen, Some(sealed), threshold, now) else { return Ok(seen) };
             let pooled = transition::pool(released.next()).context("it leaves its run")?;

@@ -127,8 +127,8 @@ fn end(facts: &Facts, now: Timestamp) -> Option<End> {
         Record::Gone => Some(End::RecordGone),
         Record::Seen { instance, read_at } => match (instance.state, instance.threshold) {
             (State::Terminated, _) => Some(End::Terminated),
-            (State::Created | State::Running | State::Idle | State::Claimed, None) => None,
-            (State::Created | State::Running | State::Idle | State::Claimed, Some(threshold)) => {
+            (State::Created | State::Running | State::Idle | State::Claimed | State::Unknown, None) => None,
+            (State::Created | State::Running | State::Idle | State::Claimed | State::Unknown, Some(threshold)) => {
                 if passed(threshold, EXPIRY_SLACK, *read_at) {
                     Some(End::Expired)
                 } else {

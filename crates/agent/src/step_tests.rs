@@ -20,7 +20,7 @@ fn instance(state: State, run: &str, sealed: &str) -> Instance {
         (attribute::THRESHOLD.to_owned(), text(&stamp(now() + MINUTE))),
         (attribute::SEALED.to_owned(), text(sealed)),
     ]);
-    Instance::from_item(&item).unwrap()
+    Instance::from_item(&item)
 }
 
 fn seen(instance: Instance) -> Record {

@@ -47,7 +47,7 @@ impl Store {
         let get = self.client.get_item().table_name(&self.table).consistent_read(true);
         let answer = get.set_key(Some(key(entity::INSTANCE, &self.instance_id))).send().await;
         let item = answer.map_err(plain).context("cannot read this instance's record")?.item;
-        Ok(item.map(|item| Instance::from_item(&item)).transpose()?)
+        Ok(item.map(|item| Instance::from_item(&item)))
     }
 
     pub async fn beat(&self, public_key: &PublicKey, now: Timestamp) -> Result<()> {

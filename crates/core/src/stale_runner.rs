@@ -36,7 +36,7 @@ pub fn is_doubtful(tracked: &Machine, timeouts: &Ec2Timeouts) -> bool {
     match tracked.record.state {
         State::Terminated => !tracked.record.leaving.is_empty(),
         State::Running => !tracked.record.run_id.is_empty() && is_silent(tracked, timeouts),
-        State::Created | State::Idle | State::Claimed => false,
+        State::Created | State::Idle | State::Claimed | State::Unknown => false,
     }
 }
 
@@ -60,7 +60,7 @@ pub fn verdict(tracked: &Machine, runner: Option<Listed>) -> Verdict {
             let message = format!("its last heartbeat was at {since}, and its runner is offline at GitHub");
             Verdict::End(FailureReason::HeartbeatStale, message)
         }
-        (State::Created | State::Idle | State::Claimed, Some(_) | None) => Verdict::Leave,
+        (State::Created | State::Idle | State::Claimed | State::Unknown, Some(_) | None) => Verdict::Leave,
     }
 }
 

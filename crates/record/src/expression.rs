@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use aws_sdk_dynamodb::types::AttributeValue;
 use jiff::Timestamp;
 
-use crate::{Instance, Transition, attribute as a, entity, key, stamp};
+use crate::{Instance, State, Transition, attribute as a, entity, key, stamp};
 
 type Item = HashMap<String, AttributeValue>;
 
@@ -33,8 +33,18 @@ impl Transition {
         match self.seen() {
             None => condition.push("attribute_not_exists(PK)".to_owned()),
             Some(seen) => {
+                let state = |state: State| (format!(":{state}"), AttributeValue::S(state.to_string()));
+                if seen.state == State::Unknown {
+                    // Its text is not kept.
+                    let known: Vec<_> = State::ALL.iter().filter(|known| **known != State::Unknown).collect();
+                    let list = known.iter().map(|known| format!(":{known}")).collect::<Vec<_>>().join(", ");
+                    condition.push(format!("NOT #state IN ({list})"));
+                    values.extend(known.into_iter().map(|known| state(*known)));
+                } else {
+                    condition.push(format!("#state = :{}", seen.state));
+                    values.extend([state(seen.state)]);
+                }
                 let expected = [
-                    (a::STATE, seen.state.as_str()),
                     (a::RUN_ID, &seen.run_id),
                     (a::CLAIM_UID, &seen.claim_uid),
                     (a::LEAVING, &seen.leaving),

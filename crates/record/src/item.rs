@@ -65,7 +65,7 @@ pub struct Instance {
     pub state: State,
     /// The run that owns the instance; empty if none does.
     pub run_id: String,
-    /// When the instance's time in this state expires; none once it is terminated.
+    /// When the instance's time in this state expires; none once it is terminated, or if it cannot be read.
     pub threshold: Option<Timestamp>,
     pub updated_at: Timestamp,
     /// `namespace/name` of the RunnerPool.
@@ -162,17 +162,20 @@ impl Instance {
         item
     }
 
-    /// Parses a record. Only the state and its threshold are required, because the sweep must find every record to
-    /// terminate its instance.
-    pub fn from_item(item: &Item) -> Result<Self, ItemError> {
+    /// Reads a record, whichever version of Paddock wrote it: every record must be found, so that its instance can be
+    /// terminated. A missing or invalid attribute is empty, an unknown state is [`State::Unknown`]. Transitions keep
+    /// attributes that are not known here.
+    pub fn from_item(item: &Item) -> Self {
         let read = Reader::new(item);
-        let state = read.parsed(a::STATE)?;
-        Ok(Self {
+        let state = read.parsed(a::STATE).unwrap_or(State::Unknown);
+        Self {
             state,
             run_id: read.text(a::RUN_ID),
             threshold: match state {
                 State::Terminated => None,
-                State::Created | State::Running | State::Idle | State::Claimed => Some(read.time(a::THRESHOLD)?),
+                State::Created | State::Running | State::Idle | State::Claimed | State::Unknown => {
+                    read.time(a::THRESHOLD).ok()
+                }
             },
             updated_at: read.time(a::UPDATED_AT).unwrap_or(Timestamp::UNIX_EPOCH),
             pool: read.text(a::POOL),
@@ -192,7 +195,7 @@ impl Instance {
             failure_reason: read.text(a::FAILURE_REASON),
             failure_message: read.text(a::FAILURE_MESSAGE),
             instance_id: read.id,
-        })
+        }
     }
 }
 
@@ -318,7 +321,7 @@ pub(crate) mod tests {
     #[test]
     fn records_survive_a_round_trip() {
         for state in State::ALL {
-            assert_eq!(Instance::from_item(&instance(*state).to_item()), Ok(instance(*state)));
+            assert_eq!(Instance::from_item(&instance(*state).to_item()), instance(*state));
         }
         let time = "2025-05-31T12:00:00Z".parse().unwrap();
         let beat =
@@ -331,11 +334,17 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_record_with_only_its_state_and_threshold_is_parsed() {
+    fn a_record_of_another_version_is_read() {
         let mut item = instance(State::Idle).to_item();
         item.retain(|name, _| [a::PK, a::SK, a::STATE, a::THRESHOLD].contains(&name.as_str()));
-        let read = Instance::from_item(&item).unwrap();
+        let read = Instance::from_item(&item);
         assert_eq!((read.instance_id.as_str(), read.state, read.run_id.as_str()), ("i-123456", State::Idle, ""));
+        item.insert(a::THRESHOLD.into(), AttributeValue::S("never".into()));
+        item.insert(a::STATE.into(), AttributeValue::S("hibernated".into()));
+        let read = Instance::from_item(&item);
+        assert_eq!((read.state, read.threshold), (State::Unknown, None));
+        item.retain(|name, _| [a::PK, a::SK].contains(&name.as_str()));
+        assert_eq!(Instance::from_item(&item).state, State::Unknown);
     }
 
     #[test]
@@ -351,12 +360,11 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn an_invalid_state_or_threshold_is_named_in_the_error() {
-        let mut item = instance(State::Idle).to_item();
-        item.insert(a::THRESHOLD.into(), AttributeValue::S("never".into()));
-        let error = Instance::from_item(&item).unwrap_err();
-        assert_eq!((error.id.as_str(), error.attribute), ("i-123456", "threshold"));
-        item.remove(a::STATE);
-        assert_eq!(Instance::from_item(&item).unwrap_err().to_string(), "attribute state of i-123456 is missing");
+    fn an_invalid_attribute_is_named_in_the_error() {
+        let mut item = key(entity::HEARTBEAT, "i-123456");
+        assert_eq!(Heartbeat::from_item(&item).unwrap_err().to_string(), "attribute updatedAt of i-123456 is missing");
+        item.insert(a::UPDATED_AT.into(), AttributeValue::S("never".into()));
+        let error = Heartbeat::from_item(&item).unwrap_err();
+        assert_eq!((error.id.as_str(), error.attribute), ("i-123456", "updatedAt"));
     }
 }

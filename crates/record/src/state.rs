@@ -49,6 +49,8 @@ string_enum! {
         Claimed = "claimed",
         /// Final; EC2 has terminated the machine or is about to.
         Terminated = "terminated",
+        /// A state of another version of Paddock. Such an instance can only be terminated.
+        Unknown = "unknown",
     }
 }
 
@@ -70,12 +72,14 @@ impl State {
         use State::*;
         match (self, next) {
             (Created, Running) | (Running, Idle) | (Idle, Claimed) | (Claimed, Running | Idle) => true,
-            (Created | Running | Idle | Claimed, Terminated) => true,
+            (Created | Running | Idle | Claimed | Unknown, Terminated) => true,
             (Created, Created | Idle | Claimed) => false,
             (Running, Created | Running | Claimed) => false,
             (Idle, Created | Running | Idle) => false,
             (Claimed, Created | Claimed) => false,
+            (Unknown, Created | Running | Idle | Claimed) => false,
             (Terminated, Created | Running | Idle | Claimed | Terminated) => false,
+            (_, Unknown) => false,
         }
     }
 }
@@ -96,13 +100,13 @@ mod tests {
     }
 
     #[test]
-    fn i6_exactly_the_nine_arrows_exist_and_nothing_leaves_terminated() {
+    fn i6_exactly_the_ten_arrows_exist_and_nothing_leaves_terminated() {
         let arrows: Vec<_> = State::ALL
             .iter()
             .flat_map(|from| State::ALL.iter().map(move |to| (*from, *to)))
             .filter(|(from, to)| from.may_become(*to))
             .collect();
-        assert_eq!(arrows.len(), 9, "{arrows:?}");
+        assert_eq!(arrows.len(), 10, "{arrows:?}");
         assert!(arrows.iter().all(|(from, _)| *from != State::Terminated));
     }
 }

@@ -72,7 +72,7 @@ fn each_function_starts_where_the_table_says_and_nowhere_else() {
         ("make_idle", &[Running], Some(Idle), "r"),
         ("renew", &[Idle], None, "l"),
         ("pool", &[Idle], None, "L"),
-        ("terminate", &[Created, Running, Idle, Claimed], Some(Terminated), ""),
+        ("terminate", &[Created, Running, Idle, Claimed, Unknown], Some(Terminated), ""),
         ("runner_gone", &[Terminated], None, "L"),
     ];
     for ((name, function), (row, from, to, guards)) in FUNCTIONS.into_iter().zip(table) {

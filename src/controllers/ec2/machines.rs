@@ -63,7 +63,7 @@ impl Ec2Context {
             let record = &machine.record;
             match (record.state, transition::release(record, sealed(machine, &token), threshold, now)) {
                 (_, Some(released)) => transitions.push(released),
-                (State::Idle | State::Terminated, None) => {}
+                (State::Idle | State::Terminated | State::Unknown, None) => {}
                 (State::Created | State::Running | State::Claimed, None) => {
                     let why = "the claim ended before the machine served";
                     self.end_instance(&record.instance_id, FailureReason::CreationAborted, why).await?;

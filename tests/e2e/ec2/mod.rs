@@ -6,5 +6,6 @@ pub mod expiry;
 pub mod faults;
 pub mod launch;
 pub mod machine;
+pub mod ownership;
 pub mod release;
 pub mod selection;

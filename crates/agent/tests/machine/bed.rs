@@ -193,7 +193,6 @@ impl Machine<'_> {
             (attribute::GITHUB_URL, self.bed.github_url()),
         ];
         item.extend(texts.map(|(name, text)| (name.to_owned(), AttributeValue::S(text))));
-        Instance::from_item(&item)?;
         self.bed.dynamodb.put_item().table_name(&self.table).set_item(Some(item)).send().await?;
         Ok(())
     }

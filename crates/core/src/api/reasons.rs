@@ -148,6 +148,8 @@ reasons! {
         HeartbeatStale = "heartbeat_stale",
         /// The machine stayed in one state for too long.
         ThresholdPassed = "threshold_passed",
+        /// Another version of Paddock wrote the machine's record, and it cannot be used.
+        RecordUnreadable = "record_unreadable",
         /// EC2 took the spot machine back.
         SpotReclaimed = "spot_reclaimed",
         /// The machine was terminated by someone else.

@@ -198,7 +198,7 @@ fn a_claim_waits_until_its_pool_can_serve_it() {
         (
             "no pool for a claim that is over",
             scenario(1, &[]).phase(ClaimPhase::Completed).no_pool(),
-            "wait PoolNotFound",
+            "nothing",
         ),
         ("deleting", scenario(1, &[]).pool(deleting.clone()), "wait PoolNotReady"),
         ("deleting, with a machine held", scenario(1, &[claimed]).pool(deleting), "await agents"),

@@ -43,12 +43,13 @@ impl Machine {
         match self.record.state {
             State::Created | State::Claimed => true,
             State::Idle => !self.record.leaving.is_empty(),
-            State::Running | State::Terminated => false,
+            State::Running | State::Terminated | State::Unknown => false,
         }
     }
 
+    /// Whether its time in this state is over. Without a threshold it is: no transition could be written.
     pub fn expired(&self, now: Timestamp) -> bool {
-        self.record.threshold.is_some_and(|threshold| threshold <= now)
+        self.record.threshold.is_none_or(|threshold| threshold <= now)
     }
 
     /// Idle, and deregistered from its last run.
@@ -134,7 +135,7 @@ pub fn check(tracked: &Machine, timeouts: &Ec2Timeouts, now: Timestamp) -> Machi
     let record = &tracked.record;
     let limit = match record.state {
         State::Running => return MachineCheck::Working,
-        State::Idle | State::Terminated => {
+        State::Idle | State::Terminated | State::Unknown => {
             return MachineCheck::Failed(
                 FailureReason::InstanceGone,
                 "the instance was terminated or returned to the pool".into(),
@@ -171,7 +172,7 @@ pub fn check(tracked: &Machine, timeouts: &Ec2Timeouts, now: Timestamp) -> Machi
                 FailureReason::ValidationTimeout,
                 format!("it did not boot and register within {limit}"),
             ),
-            State::Claimed | State::Running | State::Idle | State::Terminated => {
+            State::Claimed | State::Running | State::Idle | State::Terminated | State::Unknown => {
                 MachineCheck::Failed(FailureReason::RegistrationTimeout, format!("it did not register within {limit}"))
             }
         };

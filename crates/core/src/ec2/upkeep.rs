@@ -29,6 +29,10 @@ pub enum Upkeep {
 /// The upkeep of a machine; `keep` is set if it is one of those that `minIdle` keeps warm.
 pub fn upkeep(tracked: &Machine, pool: &Ec2Pool, keep: bool, now: Timestamp) -> Upkeep {
     let record = &tracked.record;
+    if record.state == State::Unknown || (record.state != State::Terminated && record.threshold.is_none()) {
+        let message = "its record was written by another version of Paddock: its state or its threshold is unknown";
+        return Upkeep::End(FailureReason::RecordUnreadable, message.into());
+    }
     if record.state != State::Terminated && tracked.expired(now) {
         let message = format!("its time in state {} has expired", record.state);
         return Upkeep::End(FailureReason::ThresholdPassed, message);
@@ -81,7 +85,7 @@ pub fn upkeep(tracked: &Machine, pool: &Ec2Pool, keep: bool, now: Timestamp) -> 
             None if keep && tracked.half_idle(pool, now) => Upkeep::Renew,
             None => Upkeep::Leave,
         },
-        State::Created | State::Running | State::Claimed | State::Terminated => Upkeep::Leave,
+        State::Created | State::Running | State::Claimed | State::Terminated | State::Unknown => Upkeep::Leave,
     }
 }
 

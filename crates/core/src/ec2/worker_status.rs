@@ -18,7 +18,8 @@ pub const fn worker_state(state: State) -> WorkerState {
         State::Running => WorkerState::Running,
         State::Idle => WorkerState::Idle,
         State::Claimed => WorkerState::Claimed,
-        State::Terminated => WorkerState::Terminated,
+        // The next upkeep terminates a machine whose state is unknown.
+        State::Terminated | State::Unknown => WorkerState::Terminated,
     }
 }
 

@@ -141,7 +141,7 @@ impl Records {
             .return_values_on_condition_check_failure(ReturnValuesOnConditionCheckFailure::AllOld);
         match update.send().await {
             Ok(answer) => {
-                let stored = answer.attributes.as_ref().and_then(parse_instance);
+                let stored = answer.attributes.as_ref().map(Instance::from_item);
                 Ok(WriteOutcome::Won(stored.unwrap_or_else(|| transition.next().clone())))
             }
             Err(error) => match error.as_service_error() {
@@ -166,9 +166,9 @@ impl Records {
         TransactWriteItem::builder().update(update.build().expect("table, key and expression are set")).build()
     }
 
-    /// Every instance of the cluster. A record that cannot be parsed is logged and skipped.
+    /// Every instance of the cluster.
     pub async fn instances(&self) -> Result<Vec<Instance>, AwsError> {
-        Ok(self.query(entity::INSTANCE).await?.iter().filter_map(parse_instance).collect())
+        Ok(self.query(entity::INSTANCE).await?.iter().map(Instance::from_item).collect())
     }
 
     /// The reports of all agents.
@@ -242,15 +242,11 @@ impl Records {
 /// The outcome of a failed condition. A retried write counts as won if its first attempt succeeded and only the
 /// response was lost.
 fn condition_failed(stored: Option<&Item>, transition: &Transition) -> WriteOutcome {
-    let stored = stored.and_then(parse_instance);
+    let stored = stored.map(Instance::from_item);
     match stored.as_ref().is_some_and(|stored| transition.is_stored(stored)) {
         true => WriteOutcome::Won(transition.next().clone()),
         false => WriteOutcome::Lost(stored),
     }
-}
-
-fn parse_instance(item: &Item) -> Option<Instance> {
-    Instance::from_item(item).inspect_err(|error| tracing::error!(%error, "instance record unreadable")).ok()
 }
 
 fn group_by_instance(items: impl Iterator<Item = Item>) -> HashMap<String, AgentReport> {
