@@ -92,7 +92,7 @@ impl Ec2Context {
     /// Ends instances whose pool no longer exists, for example after its finalizer was removed by hand.
     pub async fn end_orphans(&self) -> Result<(), AwsError> {
         let watched = |namespace: &str| self.shared.settings.namespace.as_deref().is_none_or(|only| only == namespace);
-        let pools = &self.shared.stores.pools.store;
+        let (pools, mut outcome) = (&self.shared.stores.pools.store, Ok(()));
         let exists = |key: &PoolKey| pools.get(&reference(&key.namespace, &key.name)).is_some();
         for machine in self.ledger.all() {
             let (id, pool) = (&machine.record.instance_id, &machine.record.pool);
@@ -102,11 +102,14 @@ impl Ec2Context {
                 Some(_) => None,
             };
             if let Some(why) = gone {
-                self.end_instance(id, FailureReason::InstanceGone, &why).await?;
-                self.ledger.forget(id).await?;
+                let ended = match self.end_instance(id, FailureReason::InstanceGone, &why).await {
+                    Ok(()) => self.ledger.forget(id).await,
+                    Err(error) => Err(error),
+                };
+                outcome = outcome.and(ended);
             }
         }
-        Ok(())
+        outcome
     }
 
     /// Ends an instance: the record first, so that it cannot be claimed, then the machine, then its agent's report.

@@ -238,32 +238,31 @@ impl Machines {
         Ok(found)
     }
 
-    /// Terminates instances. An unknown id is no error.
+    /// Terminates instances. An unknown id is no error. EC2 refuses a whole call for one unknown or protected instance;
+    /// then each gets a call of its own, so that it does not save the others, and the first error is returned.
     pub async fn terminate(&self, ids: &[String]) -> Result<(), AwsError> {
         if ids.is_empty() {
             return Ok(());
         }
-        let all = self.client.terminate_instances().set_instance_ids(Some(ids.to_vec())).send().await;
-        match all.map_err(word("TerminateInstances")) {
-            // One unknown id fails the whole call, so retry them one by one.
-            Err(error) if is_not_found(&error) && ids.len() > 1 => {
-                for id in ids {
-                    let one = self.client.terminate_instances().instance_ids(id).send().await;
-                    match one.map_err(word("TerminateInstances")) {
-                        Err(error) if !is_not_found(&error) => return Err(error),
-                        _ => {}
-                    }
-                }
-                Ok(())
-            }
-            Err(error) if is_not_found(&error) => Ok(()),
-            outcome => outcome.map(drop),
+        let all = self.terminate_together(ids).await;
+        if ids.len() == 1 || !matches!(all, Err(AwsError::Refused { .. } | AwsError::Denied { .. })) {
+            return all.or_else(unless_not_found);
         }
+        let mut outcome = Ok(());
+        for id in ids {
+            outcome = outcome.and(self.terminate_together(std::slice::from_ref(id)).await.or_else(unless_not_found));
+        }
+        outcome
+    }
+
+    async fn terminate_together(&self, ids: &[String]) -> Result<(), AwsError> {
+        let call = self.client.terminate_instances().set_instance_ids(Some(ids.to_vec()));
+        call.send().await.map_err(word("TerminateInstances")).map(drop)
     }
 }
 
-fn is_not_found(error: &AwsError) -> bool {
-    error.code() == Some("InvalidInstanceID.NotFound")
+fn unless_not_found(error: AwsError) -> Result<(), AwsError> {
+    if error.code() == Some("InvalidInstanceID.NotFound") { Ok(()) } else { Err(error) }
 }
 
 fn described(instance: aws_sdk_ec2::types::Instance) -> Option<Described> {

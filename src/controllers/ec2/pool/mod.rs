@@ -23,10 +23,13 @@ use paddock_effects::{
     aws::AwsError,
     kube::objects::{self, Written},
 };
-use paddock_record::{AgentConfig, State};
+use paddock_record::{AgentConfig, Instance, State};
 use tokio_util::sync::CancellationToken;
 
-use self::{upkeep::keep_up, warm::keep_warm};
+use self::{
+    upkeep::{Failures, keep_up},
+    warm::keep_warm,
+};
 use super::Ec2Context;
 use crate::controllers::{CONFLICT_RETRY, Error, Next, drive, reference, stale_runners};
 
@@ -178,15 +181,21 @@ async fn remove(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, Er
     }
 }
 
-async fn tear_down(context: &Ec2Context, pool: &RunnerPool, ec2: &Ec2Pool, key: &PoolKey) -> Result<(), AwsError> {
-    for machine in context.ledger.of_pool(key) {
-        if machine.record.state != State::Terminated {
-            let why = "its pool was deleted";
-            context.end_instance(&machine.record.instance_id, FailureReason::CreationAborted, why).await?;
-        }
-        stale_runners::remove_last(context, ec2, &machine.record).await;
-        context.ledger.forget(&machine.record.instance_id).await?;
+async fn end_and_forget(context: &Ec2Context, ec2: &Ec2Pool, record: &Instance) -> Result<(), AwsError> {
+    if record.state != State::Terminated {
+        let why = "its pool was deleted";
+        context.end_instance(&record.instance_id, FailureReason::CreationAborted, why).await?;
     }
+    stale_runners::remove_last(context, ec2, record).await;
+    context.ledger.forget(&record.instance_id).await
+}
+
+async fn tear_down(context: &Ec2Context, pool: &RunnerPool, ec2: &Ec2Pool, key: &PoolKey) -> Result<(), AwsError> {
+    let mut failures = Failures::default();
+    for machine in context.ledger.of_pool(key) {
+        failures.note(end_and_forget(context, ec2, &machine.record).await);
+    }
+    failures.first()?;
     let cluster = &context.shared.settings.cluster_name;
     let described = context.machines.of_pool(cluster, key).await?;
     let left: Vec<_> = described.into_iter().filter(|d| !d.gone).map(|d| d.id).collect();

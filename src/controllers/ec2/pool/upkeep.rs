@@ -28,6 +28,20 @@ const SWEEP_PERIOD: Duration = Duration::from_secs(30);
 /// Machines ended in one sweep, so that a wrong clock cannot empty the fleet.
 const MAX_ENDS: usize = 20;
 
+/// The first of several independent failures: one must not stop what does not depend on it.
+#[derive(Default)]
+pub(super) struct Failures(Option<AwsError>);
+
+impl Failures {
+    pub(super) fn note(&mut self, outcome: Result<(), AwsError>) {
+        self.0 = self.0.take().or(outcome.err());
+    }
+
+    pub(super) fn first(self) -> Result<(), AwsError> {
+        self.0.map_or(Ok(()), Err)
+    }
+}
+
 /// Transitions machines outside of claims, ends expired ones, and periodically compares the records with EC2.
 pub(super) async fn keep_up(
     context: &Arc<Ec2Context>,
@@ -37,7 +51,7 @@ pub(super) async fn keep_up(
     queues: &[Queue],
 ) -> Result<(), PoolProblem> {
     let now = Timestamp::now();
-    let mut ends = 0;
+    let (mut ends, mut failures) = (0, Failures::default());
     let instances = context.ledger.of_pool(key);
     let warm = warm::kept(&instances, ec2);
     let (mut warming, mut returning, mut renewed, mut abandoned) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -61,20 +75,21 @@ pub(super) async fn keep_up(
                     "WorkerEnded",
                     format!("{id}: {why}"),
                 );
-                context.end_instance(id, reason, &why).await.map_err(aws_problem)?;
+                failures.note(context.end_instance(id, reason, &why).await);
             }
         }
         if is_forgotten(&machine.record, context.shared.settings.retention, now) {
             let record = &machine.record;
-            context.ledger.forget(&record.instance_id).await.map_err(aws_problem)?;
+            failures.note(context.ledger.forget(&record.instance_id).await);
         }
     }
-    reclaim(context, pool, ec2, key, &abandoned).await.map_err(aws_problem)?;
-    return_to_pool(context, key, returning, queues).await.map_err(aws_problem)?;
-    pool_warm(context, key, warming, ec2, queues).await.map_err(aws_problem)?;
-    renew(context, key, renewed, ec2, queues).await.map_err(aws_problem)?;
-    send_missing(context, key, &context.ledger.of_pool(key), queues).await.map_err(aws_problem)?;
+    failures.note(reclaim(context, pool, ec2, key, &abandoned).await);
+    failures.note(return_to_pool(context, key, returning, queues).await);
+    failures.note(pool_warm(context, key, warming, ec2, queues).await);
+    failures.note(renew(context, key, renewed, ec2, queues).await);
+    failures.note(send_missing(context, key, &context.ledger.of_pool(key), queues).await);
     sweep_if_due(context, key, queues);
+    failures.first().map_err(aws_problem)?;
     context.pools.upkeep_problem(key).map_or(Ok(()), Err)
 }
 
@@ -111,11 +126,9 @@ fn sweep_if_due(context: &Arc<Ec2Context>, key: &PoolKey, queues: &[Queue]) {
     context.pools.sweep_if_due(key, SWEEP_PERIOD, || {
         let (context, pool, queues) = (context.clone(), key.clone(), queues.to_vec());
         tokio::spawn(async move {
-            let swept = async {
-                sweep(&context, &pool).await?;
-                restore_messages(&context, &pool, &queues).await
-            };
-            context.pools.note_sweep(&pool, swept.await.map_err(aws_problem).err());
+            let (swept, restored) =
+                (sweep(&context, &pool).await, restore_messages(&context, &pool, &queues).await);
+            context.pools.note_sweep(&pool, swept.and(restored).map_err(aws_problem).err());
         })
     });
 }
@@ -227,7 +240,7 @@ async fn restore_messages(context: &Ec2Context, key: &PoolKey, queues: &[Queue])
 
 /// Terminates instances with our tag and without a live record, and ends records whose instance is gone.
 async fn sweep(context: &Ec2Context, key: &PoolKey) -> Result<(), AwsError> {
-    let now = Timestamp::now();
+    let (now, mut failures) = (Timestamp::now(), Failures::default());
     let described = context.machines.of_pool(&context.shared.settings.cluster_name, key).await?;
     let orphans: Vec<_> = described
         .iter()
@@ -241,7 +254,7 @@ async fn sweep(context: &Ec2Context, key: &PoolKey) -> Result<(), AwsError> {
         .collect();
     if !orphans.is_empty() {
         tracing::warn!(?orphans, "terminating orphaned instances");
-        context.machines.terminate(&orphans).await?;
+        failures.note(context.machines.terminate(&orphans).await);
     }
     let mut ends = 0;
     for machine in context.ledger.of_pool(key) {
@@ -251,8 +264,8 @@ async fn sweep(context: &Ec2Context, key: &PoolKey) -> Result<(), AwsError> {
             && ends < MAX_ENDS
         {
             ends += 1;
-            context.end_instance(&machine.record.instance_id, reason, why).await?;
+            failures.note(context.end_instance(&machine.record.instance_id, reason, why).await);
         }
     }
-    Ok(())
+    failures.first()
 }
