@@ -24,7 +24,9 @@ use paddock_effects::{
 use tokio_util::sync::CancellationToken;
 
 use self::ec2::Ec2Context;
-pub use self::runtime::{CONFLICT_RETRY, ERROR_RETRY, Error, Next, drive, every, reference, time_until};
+pub use self::runtime::{
+    CONFLICT_RETRY, ERROR_RETRY, Error, Failures, Next, REFUSAL_RETRY, drive, every, reference, time_until,
+};
 use crate::{settings::Settings, webhook::intake::Intake};
 
 /// State shared by every controller.

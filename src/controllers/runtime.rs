@@ -1,6 +1,13 @@
 //! Runs controllers and periodic passes: counts outcomes, logs failures and retries them.
 
-use std::{fmt::Debug, future::Future, sync::Arc, time::Duration};
+use std::{
+    collections::HashMap,
+    fmt::Debug,
+    future::Future,
+    hash::Hash,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use futures::{StreamExt, TryFutureExt, future::ready};
 use jiff::{SignedDuration, Timestamp};
@@ -17,6 +24,7 @@ use paddock_effects::{
     aws::AwsError,
     github::{GitHubError, credentials::CredentialsError},
     kube::objects::KubeError,
+    lock,
     metrics::{ControllerLabel, Metrics},
 };
 use serde::de::DeserializeOwned;
@@ -24,6 +32,8 @@ use tokio_util::sync::CancellationToken;
 
 /// How soon a failed reconciliation is retried. Most failures are outages of other services.
 pub const ERROR_RETRY: Duration = Duration::from_secs(5);
+/// A request that the API server refuses will be refused again, until the object, a quota or a webhook changes.
+pub const REFUSAL_RETRY: Backoff = Backoff::new(ERROR_RETRY, Duration::from_secs(300));
 /// How soon a reconciliation is retried after a write conflict; the watch event usually comes first.
 pub const CONFLICT_RETRY: Duration = Duration::from_millis(200);
 /// Added to a point in time, so that it has passed for certain when the object is reconciled.
@@ -49,9 +59,11 @@ pub enum Error {
 }
 
 impl Error {
-    fn retry_after(&self) -> Duration {
+    /// The delay after this many failures of one object in a row.
+    fn retry_after(&self, failures: u32) -> Duration {
         match self {
             Self::Conflict => CONFLICT_RETRY,
+            Self::Kube(error) if error.is_refusal() => REFUSAL_RETRY.delay(failures),
             Self::GitHub(GitHubError::RateLimited { until }) => time_until(*until).max(ERROR_RETRY),
             Self::Aws(_) | Self::GitHub(_) | Self::Credentials(_) | Self::Kube(_) | Self::Incomplete(_) => ERROR_RETRY,
         }
@@ -85,27 +97,79 @@ pub async fn drive<K, C, F>(
     F: Future<Output = Result<Next, Error>> + Send + 'static,
 {
     let label = ControllerLabel { controller: name };
+    let failures = Arc::new(Failures::default());
+    let run = {
+        let failures = failures.clone();
+        move |object: Arc<K>, context| {
+            let (failures, key) = (failures.clone(), ObjectRef::from_obj(&*object));
+            reconcile(object, context).map_ok(move |next| {
+                failures.clear(&key);
+                action(next)
+            })
+        }
+    };
+    let retry = {
+        let failures = failures.clone();
+        move |object: Arc<K>, error: &Error, _| {
+            if matches!(error, Error::Conflict) {
+                return Action::requeue(CONFLICT_RETRY);
+            }
+            let key = ObjectRef::from_obj(&*object);
+            let (count, new) = failures.add(key.clone(), error.to_string());
+            if new {
+                tracing::warn!(controller = name, object = %key, %error, "reconciliation failed");
+            }
+            Action::requeue(error.retry_after(count))
+        }
+    };
     controller
         .graceful_shutdown_on(stop.cancelled_owned())
-        .run(
-            move |object, context| reconcile(object, context).map_ok(action),
-            move |_, error, _| Action::requeue(error.retry_after()),
-            context,
-        )
+        .run(run, retry, context)
         .for_each(|outcome| {
             metrics.reconciles.get_or_create(&label).inc();
             match outcome {
                 Ok(_) | Err(controller::Error::ReconcilerFailed(Error::Conflict, _)) => {}
                 // Deleted before it was reconciled.
-                Err(controller::Error::ObjectNotFound(_)) => {}
+                Err(controller::Error::ObjectNotFound(object)) => {
+                    let ObjectRef { name, namespace, .. } = *object;
+                    failures.clear(&reference(&namespace.unwrap_or_default(), &name));
+                }
                 Err(error) => {
                     metrics.reconcile_errors.get_or_create(&label).inc();
-                    tracing::warn!(controller = name, %error, "reconciliation failed");
+                    if !matches!(error, controller::Error::ReconcilerFailed(..)) {
+                        tracing::warn!(controller = name, %error, "reconciliation failed");
+                    }
                 }
             }
             ready(())
         })
         .await;
+}
+
+/// Consecutive failures by object.
+pub struct Failures<K>(Mutex<HashMap<K, (u32, String)>>);
+
+impl<K> Default for Failures<K> {
+    fn default() -> Self {
+        Self(Mutex::default())
+    }
+}
+
+impl<K: Eq + Hash> Failures<K> {
+    /// Counts a failure. Returns how many there were in a row, and whether the last one differed: a failure that repeats
+    /// itself is logged once.
+    pub fn add(&self, key: K, message: String) -> (u32, bool) {
+        let mut all = lock(&self.0);
+        let (count, last) = all.entry(key).or_default();
+        *count += 1;
+        let new = *last != message;
+        *last = message;
+        (*count, new)
+    }
+
+    pub fn clear(&self, key: &K) {
+        lock(&self.0).remove(key);
+    }
 }
 
 /// Runs `pass` now and after each `period`, until `stop`. A failed pass is retried sooner, see [`pause`]. `stop`
@@ -157,6 +221,20 @@ pub fn reference<K: Resource<DynamicType = ()>>(namespace: &str, name: &str) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_failure_is_new_until_it_repeats_itself() {
+        let failures = Failures::default();
+        let add = |key: &'static str, message: &str| failures.add(key, message.to_owned());
+        assert_eq!([add("a", "no"), add("a", "no"), add("a", "never"), add("b", "no")], [
+            (1, true),
+            (2, false),
+            (3, true),
+            (1, true)
+        ]);
+        failures.clear(&"a");
+        assert_eq!(add("a", "never"), (1, true));
+    }
 
     #[test]
     fn a_failing_pass_is_retried_soon_and_then_less_often() {

@@ -22,7 +22,7 @@ use paddock_effects::{
 use tokio_util::sync::CancellationToken;
 
 use super::Ec2Context;
-use crate::controllers::reference;
+use crate::controllers::{ERROR_RETRY, Failures, REFUSAL_RETRY, reference};
 
 /// Workers written at a time: enough that all those of a claim wait for their turn together.
 const CONCURRENT_WRITES: usize = 128;
@@ -30,13 +30,13 @@ const CONCURRENT_WRITES: usize = 128;
 const _: () = assert!(WORKER_WINDOW.as_millis() + BACKGROUND_DELAY_MAX.as_millis() < 1000);
 /// The retry delay after a write conflict: the watch event is about to arrive.
 const STALE_WRITE_RETRY: Duration = Duration::from_millis(200);
-const WRITE_RETRY: Duration = Duration::from_secs(5);
 
 /// Updates Workers as their instances change, until `stop`.
 pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
+    let failures = Failures::default();
     let mut changed = Box::pin(context.ledger.changed_instances().take_until(stop.cancelled_owned()));
     while let Some(ids) = changed.next().await {
-        stream::iter(ids).for_each_concurrent(CONCURRENT_WRITES, |id| sync(&context, id)).await;
+        stream::iter(ids).for_each_concurrent(CONCURRENT_WRITES, |id| sync(&context, &failures, id)).await;
     }
 }
 
@@ -48,7 +48,7 @@ pub fn enqueue_orphans(context: &Ec2Context) {
     }
 }
 
-async fn sync(context: &Arc<Ec2Context>, id: String) {
+async fn sync(context: &Arc<Ec2Context>, failures: &Failures<String>, id: String) {
     // First the turn, then the facts: a machine that changes meanwhile is written once.
     let turn = context.shared.background.turn().await;
     let outcome = match context.ledger.get(&id) {
@@ -56,15 +56,17 @@ async fn sync(context: &Arc<Ec2Context>, id: String) {
         None => remove(context, &turn.client, &id).await,
     };
     drop(turn);
-    let failure = match outcome {
-        Ok(Written::Yes) => return,
-        Ok(Written::Stale) => None,
-        Err(error) => Some(error),
+    let delay = match outcome {
+        Ok(Written::Yes) => return failures.clear(&id),
+        Ok(Written::Stale) => STALE_WRITE_RETRY,
+        Err(error) => {
+            let (count, new) = failures.add(id.clone(), error.to_string());
+            if new {
+                tracing::warn!(worker = id, %error, "Worker not written");
+            }
+            if error.is_refusal() { REFUSAL_RETRY.delay(count) } else { ERROR_RETRY }
+        }
     };
-    let delay = if failure.is_some() { WRITE_RETRY } else { STALE_WRITE_RETRY };
-    if let Some(error) = failure {
-        tracing::warn!(worker = id, %error, "Worker not written");
-    }
     let context = context.clone();
     tokio::spawn(async move {
         tokio::time::sleep(delay).await;

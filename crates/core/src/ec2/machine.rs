@@ -5,10 +5,13 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use paddock_record::{Heartbeat, IdleMessage, Instance, PublicKey, Signal, State, WorkerSignal};
 
-use crate::api::{Ec2Pool, Ec2Timeouts, FailureReason};
+use crate::api::{Ec2Pool, Ec2Timeouts, FailureReason, head};
 
 /// How far the clocks of operator and instance may differ.
 const CLOCK_SKEW: SignedDuration = SignedDuration::from_secs(5);
+
+/// How much of an agent's detail is shown. A machine may write anything there, up to DynamoDB's 400 KB.
+const DETAIL_MAX: usize = 1024;
 
 /// What the agent of a machine has written.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -86,7 +89,7 @@ impl Machine {
     pub(super) fn with_detail(&self, what: &str) -> String {
         match self.report.signal.as_ref().map(|signal| signal.detail.as_str()) {
             None | Some("") => what.to_owned(),
-            Some(detail) => format!("{what}: {detail}"),
+            Some(detail) => format!("{what}: {}", head(detail, DETAIL_MAX)),
         }
     }
 

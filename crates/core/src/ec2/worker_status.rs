@@ -7,8 +7,8 @@ use paddock_record::{Instance, State};
 
 use super::machine::Machine;
 use crate::api::{
-    Ec2Pool, Ec2Worker, Failure, FailureReason, Heartbeat, HeartbeatState, InstanceInfo, LABEL_CLAIM, LABEL_POOL,
-    Runner, RunnerPool, UsageClass, Worker, WorkerCounts, WorkerSpec, WorkerState, WorkerStatus,
+    Ec2Pool, Ec2Worker, FAILURE_MESSAGE_MAX, Failure, FailureReason, Heartbeat, HeartbeatState, InstanceInfo, LABEL_CLAIM, LABEL_POOL,
+    Runner, RunnerPool, UsageClass, Worker, WorkerCounts, WorkerSpec, WorkerState, WorkerStatus, clip,
 };
 
 /// A record's state as its Worker shows it.
@@ -95,7 +95,7 @@ fn seconds(time: Timestamp) -> Time {
 /// Why the machine was terminated, from its record.
 fn failure(record: &Instance) -> Option<Failure> {
     let reason: FailureReason = serde_json::from_value(record.failure_reason.clone().into()).ok()?;
-    let message = record.failure_message.clone();
+    let message = clip(&record.failure_message, FAILURE_MESSAGE_MAX);
     Some(Failure { reason, message, containers: Vec::new(), events: Vec::new(), log_tail: None })
 }
 

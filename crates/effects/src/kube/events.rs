@@ -18,6 +18,9 @@ const EVENT_BACKLOG: usize = 4096;
 /// Events published in one turn of the background lane.
 const EVENTS_PER_TURN: usize = 64;
 
+/// The longest note that the API server accepts, in bytes (`NoteLengthLimit`, pkg/apis/core/validation/events.go).
+const NOTE_MAX: usize = 1024;
+
 /// An Event and its object.
 type QueuedEvent = (Event, ObjectReference);
 
@@ -42,7 +45,7 @@ impl Events {
     where
         K: Resource<DynamicType = ()>,
     {
-        let event = Event { type_, reason: reason.into(), note: Some(note), action: action.into(), secondary: None };
+        let event = Event { type_, reason: reason.into(), note: Some(cut(note)), action: action.into(), secondary: None };
         if self.sender.try_send((event, object.object_ref(&()))).is_err() {
             tracing::warn!(reason, "event dropped");
         }
@@ -65,6 +68,30 @@ impl Events {
                     tracing::warn!(%error, reason = event.reason, "event publish failed");
                 }
             }
+        }
+    }
+}
+
+/// `note` cut to what the API server accepts, marked where it was cut.
+fn cut(note: String) -> String {
+    const MARK: &str = "…";
+    if note.len() <= NOTE_MAX {
+        return note;
+    }
+    format!("{}{MARK}", &note[..note.floor_char_boundary(NOTE_MAX - MARK.len())])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_note_is_cut_to_what_the_api_server_accepts() {
+        assert_eq!(cut("short".into()), "short");
+        for text in ["x".repeat(NOTE_MAX), "x".repeat(9999), "é".repeat(9999), "日".repeat(9999)] {
+            let note = cut(text.clone());
+            assert!(note.len() <= NOTE_MAX && note.len() > NOTE_MAX - 4, "{}", note.len());
+            assert_eq!(note == text, text.len() == NOTE_MAX);
         }
     }
 }

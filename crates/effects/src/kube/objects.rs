@@ -42,6 +42,13 @@ impl KubeError {
     }
 }
 
+impl KubeError {
+    /// Whether the API server refused the request for good; see [`is_refusal`].
+    pub fn is_refusal(&self) -> bool {
+        is_refusal(&self.source)
+    }
+}
+
 type Result<T> = std::result::Result<T, KubeError>;
 
 /// Whether a write was applied.
