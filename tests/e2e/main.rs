@@ -120,6 +120,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2::machine::machine_that_does_not_register_for_its_run_is_replaced,
         ec2::machine::i2_lost_machines_are_reported_by_cause_and_their_runners_removed,
         ec2::machine::scripts_and_run_ids_are_data_whatever_they_contain,
+        ec2::machine::pool_backs_off_when_its_machines_fail,
         ec2::ownership::i1_claim_made_again_under_its_name_gets_its_own_machines,
         ec2::ownership::records_of_other_versions_are_used_or_reclaimed,
         ec2::release::run_completed_by_webhook_releases_its_claim,

@@ -7,7 +7,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use paddock_core::{ec2::pool_status::PoolProblem, names::PoolKey};
+use jiff::Timestamp;
+use paddock_core::{
+    ec2::{failed_boots::FailedBoots, pool_status::PoolProblem},
+    names::PoolKey,
+};
 use paddock_effects::lock;
 use tokio::task::JoinHandle;
 
@@ -29,6 +33,7 @@ struct Memory {
     sweep: Option<(Instant, JoinHandle<()>)>,
     sweep_problem: Option<PoolProblem>,
     failed_launch: Option<FailedLaunch>,
+    failed_boots: Option<FailedBoots>,
     /// Machines whose idle message this leader has sent. The size of a queue is no substitute: it also counts obsolete
     /// messages.
     sent: HashSet<String>,
@@ -108,6 +113,30 @@ impl PoolMemory {
         let failed = pools.get(pool)?.failed_launch.as_ref()?;
         let age = failed.at.elapsed();
         (failed.generation == generation && age < LAUNCH_MEMORY).then(|| (failed.problem.clone(), age))
+    }
+
+    /// A machine has failed after its launch.
+    pub fn note_failed_boot(&self, pool: &PoolKey, generation: Option<i64>, failure: String) {
+        let now = Timestamp::now();
+        self.with(pool, |memory| {
+            memory.failed_boots = Some(FailedBoots::add(memory.failed_boots.take(), generation, failure, now));
+        });
+    }
+
+    /// A machine has booted.
+    pub fn note_boot(&self, pool: &PoolKey) {
+        self.with(pool, |memory| memory.failed_boots = None);
+    }
+
+    /// Warm machines were launched.
+    pub fn note_warm_launch(&self, pool: &PoolKey) {
+        self.with(pool, |memory| memory.failed_boots.iter_mut().for_each(FailedBoots::launched));
+    }
+
+    /// The machines that failed after their launch, at this generation of the pool.
+    pub fn failed_boots(&self, pool: &PoolKey, generation: Option<i64>) -> Option<FailedBoots> {
+        let boots = self.pools().get(pool)?.failed_boots.clone()?;
+        boots.problem(generation).is_some().then_some(boots)
     }
 
     pub fn note_sent(&self, pool: &PoolKey, id: &str) {

@@ -1,14 +1,36 @@
 //! Machines that fail, fall silent or are lost, and what reaches them of a pool's settings.
 
 use anyhow::{Result, ensure};
-use paddock::api::{ClaimPhase, FailureReason, HeartbeatState, RunnerClaimStatus, Worker};
+use paddock::api::{
+    ClaimPhase, FailureReason, HeartbeatState, PoolReason, RunnerClaimStatus, RunnerPoolStatus, Worker,
+};
 use paddock_record::{Signal, State};
 use serde_json::json;
 
 use crate::fixture::{
-    ec2_pool::{Ec2Pool, is_pooled, never_done, why},
+    ec2_pool::{Ec2Pool, is_pooled, never_done, pool_why, why},
     world::World,
 };
+
+/// Machines that fail after their launch are shown in the pool's condition, and launched less and less often: after a
+/// failure one at a time, until one boots or the pool is edited.
+pub async fn pool_backs_off_when_its_machines_fail(world: &World) -> Result<()> {
+    let settings = json!({ "minIdle": 2, "maxInstances": 4, "preRunnerScript": "echo broken >&2; exit 7" });
+    let pool = Ec2Pool::unready(world, settings).await?;
+    for (count, launched) in [("2 machines have failed", 2), ("3 machines have failed", 3)] {
+        let failing = |status: &RunnerPoolStatus| {
+            let (reason, message) = pool_why(status);
+            reason == PoolReason::MachinesFailing.as_str()
+                && message.contains(count)
+                && message.contains("pre-runner script failed")
+        };
+        pool.until_pool(count, failing).await?;
+        ensure!(pool.instances().len() == launched, "{:?}", pool.instances());
+    }
+    pool.set(json!({ "minIdle": 2, "maxInstances": 4 })).await?;
+    pool.until_pool("warm", |status| status.workers.idle == 2 && pool_why(status).0 == "Ready").await?;
+    pool.clean_up().await
+}
 
 /// Waits until the claim has failed for this reason and holds nothing.
 async fn until_failed(pool: &Ec2Pool<'_>, reason: &str) -> Result<RunnerClaimStatus> {

@@ -46,6 +46,8 @@ reasons! {
         AwsDenied = "AwsDenied",
         /// EC2 has no capacity for the machines that are to be kept warm.
         InsufficientCapacity = "InsufficientCapacity",
+        /// Machines fail after their launch, and new ones are launched less often.
+        MachinesFailing = "MachinesFailing",
         /// The rendered user data is longer than EC2 takes.
         UserDataTooLarge = "UserDataTooLarge",
         /// No ready node carries the board.

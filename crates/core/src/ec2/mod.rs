@@ -4,6 +4,7 @@ pub mod capacity_memory;
 pub mod claim;
 mod claim_order;
 pub mod claim_status;
+pub mod failed_boots;
 pub mod idle_queue;
 pub mod launch;
 pub mod launch_error;

@@ -242,6 +242,9 @@ impl Work {
     async fn start(&self, supply: &Supply<'_>, registered: &[Machine]) -> Result<Applied, Error> {
         let now = Timestamp::now();
         let runtime = self.claim.spec.max_runtime.unwrap_or(supply.spec.lifetimes.max_runtime);
+        if registered.iter().any(|machine| machine.record.state == State::Created) {
+            self.context.pools.note_boot(&self.pool_key());
+        }
         let start = |machine: &Machine| transition::start(&machine.record, runtime.after(now), now);
         self.context.ledger.apply(registered.iter().filter_map(start).collect()).await?;
         Ok(Applied::Done)

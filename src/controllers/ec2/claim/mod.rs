@@ -218,7 +218,13 @@ impl Work {
             | ClaimAction::Watch
             | ClaimAction::Release(_) => Ok(Applied::Done),
             ClaimAction::Return(ids) => self.give_back(&observed.chosen(ids)).await,
-            ClaimAction::Finish(..) | ClaimAction::Settle => self.return_all().await,
+            ClaimAction::Finish(..) | ClaimAction::Settle => {
+                if let ClaimAction::Finish(_, ClaimReason::ValidationFailed, why) = action {
+                    let generation = self.pool.as_ref().and_then(|pool| pool.metadata.generation);
+                    self.context.pools.note_failed_boot(&self.pool_key(), generation, why.clone());
+                }
+                self.return_all().await
+            }
             ClaimAction::Finalize => self.finalize().await,
             ClaimAction::Select(_)
             | ClaimAction::PlaceOrder(_)

@@ -27,7 +27,7 @@ use paddock_record::{AgentConfig, Instance, State};
 use tokio_util::sync::CancellationToken;
 
 use self::{
-    upkeep::{Failures, keep_up},
+    upkeep::{FirstError, keep_up},
     warm::keep_warm,
 };
 use super::Ec2Context;
@@ -87,9 +87,11 @@ async fn refresh(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, E
     if problem.as_ref().is_some_and(|(reason, _)| *reason != PoolReason::InsufficientCapacity) {
         context.pools.prepare_again(&key);
     }
-    let launch = context.pools.launch_problem(&key, pool.metadata.generation).map(|(problem, _)| problem);
+    let generation = pool.metadata.generation;
+    let launch = context.pools.launch_problem(&key, generation).map(|(problem, _)| problem);
+    let boot = context.pools.failed_boots(&key, generation).and_then(|boots| boots.problem(generation));
     let machines = context.ledger.of_pool(&key);
-    let new = pool_status::status(pool, new, &machines, problem.or(launch), Timestamp::now());
+    let new = pool_status::status(pool, new, &machines, problem.or(launch).or(boot), Timestamp::now());
     // Urgent, counts too: the next upkeep, which returns machines to the pool, waits for it.
     let written = objects::write_status(&context.shared.client, pool, pool.status.as_ref(), &new).await?;
     if written == Written::Yes {
@@ -191,7 +193,7 @@ async fn end_and_forget(context: &Ec2Context, ec2: &Ec2Pool, record: &Instance) 
 }
 
 async fn tear_down(context: &Ec2Context, pool: &RunnerPool, ec2: &Ec2Pool, key: &PoolKey) -> Result<(), AwsError> {
-    let mut failures = Failures::default();
+    let mut failures = FirstError::default();
     for machine in context.ledger.of_pool(key) {
         failures.note(end_and_forget(context, ec2, &machine.record).await);
     }

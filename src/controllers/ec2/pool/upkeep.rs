@@ -30,9 +30,9 @@ const MAX_ENDS: usize = 20;
 
 /// The first of several independent failures: one must not stop what does not depend on it.
 #[derive(Default)]
-pub(super) struct Failures(Option<AwsError>);
+pub(super) struct FirstError(Option<AwsError>);
 
-impl Failures {
+impl FirstError {
     pub(super) fn note(&mut self, outcome: Result<(), AwsError>) {
         self.0 = self.0.take().or(outcome.err());
     }
@@ -51,7 +51,7 @@ pub(super) async fn keep_up(
     queues: &[Queue],
 ) -> Result<(), PoolProblem> {
     let now = Timestamp::now();
-    let (mut ends, mut failures) = (0, Failures::default());
+    let (mut ends, mut failures) = (0, FirstError::default());
     let instances = context.ledger.of_pool(key);
     let warm = warm::kept(&instances, ec2);
     let (mut warming, mut returning, mut renewed, mut abandoned) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -75,6 +75,9 @@ pub(super) async fn keep_up(
                     "WorkerEnded",
                     format!("{id}: {why}"),
                 );
+                if machine.record.state == State::Created {
+                    context.pools.note_failed_boot(key, pool.metadata.generation, format!("{id}: {why}"));
+                }
                 failures.note(context.end_instance(id, reason, &why).await);
             }
         }
@@ -177,6 +180,9 @@ async fn pool_warm(
         machines.into_iter().partition(|machine| machine.record.state == State::Created);
     running.extend(apply(context, created, |record| transition::warm_up(record, threshold, now)).await?);
     let idle = apply(context, running, |record| transition::make_idle(record, threshold, now)).await?;
+    if !idle.is_empty() {
+        context.pools.note_boot(key);
+    }
     send_messages(context, key, &idle, queues).await
 }
 
@@ -240,7 +246,7 @@ async fn restore_messages(context: &Ec2Context, key: &PoolKey, queues: &[Queue])
 
 /// Terminates instances with our tag and without a live record, and ends records whose instance is gone.
 async fn sweep(context: &Ec2Context, key: &PoolKey) -> Result<(), AwsError> {
-    let (now, mut failures) = (Timestamp::now(), Failures::default());
+    let (now, mut failures) = (Timestamp::now(), FirstError::default());
     let described = context.machines.of_pool(&context.shared.settings.cluster_name, key).await?;
     let orphans: Vec<_> = described
         .iter()

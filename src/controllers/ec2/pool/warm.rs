@@ -51,7 +51,7 @@ pub(super) async fn keep_warm(
     let (order, _room) = match &new.fleet {
         Some(order) => ((**order).clone(), reserve(order.requested)),
         None => {
-            let (order, room) = match wanted(context, pool, ec2, key, new, || reserve(missing.min(MAX_ORDER_SIZE))) {
+            let (order, room) = match wanted(context, pool, ec2, key, new, |most| reserve(missing.min(most))) {
                 Ok(Some(wanted)) => wanted,
                 Ok(None) => return Ok(None),
                 Err(problem) => return Ok(Some(problem)),
@@ -74,7 +74,7 @@ fn wanted(
     ec2: &Ec2Pool,
     key: &PoolKey,
     new: &RunnerPoolStatus,
-    reserve: impl Fn() -> Option<Reservation>,
+    reserve: impl Fn(u32) -> Option<Reservation>,
 ) -> Result<Option<(LaunchOrder, Reservation)>, PoolProblem> {
     let (Some(needs), Some(template)) = (warm::requirements(ec2), &new.launch_template) else { return Ok(None) };
     if let Some((problem, age)) = context.pools.launch_problem(key, pool.metadata.generation)
@@ -82,8 +82,13 @@ fn wanted(
     {
         return Err(problem);
     }
-    let Some(room) = reserve() else { return Ok(None) };
     let now = Timestamp::now();
+    let failed = context.pools.failed_boots(key, pool.metadata.generation);
+    if failed.as_ref().is_some_and(|failed| now < failed.next_launch()) {
+        return Ok(None);
+    }
+    // One is enough to find out whether machines boot again.
+    let Some(room) = reserve(if failed.is_some() { 1 } else { MAX_ORDER_SIZE }) else { return Ok(None) };
     let subnet_ids = match context.capacity_memory().order(&needs, &ec2.subnet_ids, false, now) {
         LaunchChoice::Ask { subnet_ids, .. } => subnet_ids,
         LaunchChoice::Wait { message, .. } => return Err((PoolReason::InsufficientCapacity, message)),
@@ -135,6 +140,7 @@ async fn send_order(
     let launch = |launched| context.launch(launched, key, ec2, &needs, None, now);
     context.ledger.apply(outcome.launched.iter().filter_map(launch).collect()).await.map_err(aws_problem)?;
     context.launch_room.note_carried_out(key, &order.client_token);
+    context.pools.note_warm_launch(key);
     new.fleet = None;
     context.capacity_memory().note(order, outcome.launched.len(), &outcome.causes, now);
     let problem = launch_problem(&outcome.causes).filter(|_| outcome.launched.is_empty());
