@@ -160,6 +160,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2::deletion::i11_claim_can_be_deleted_after_its_credentials,
         ec2::faults::i12_a_throttled_table_slows_a_claim_and_breaks_nothing,
         ec2::faults::i2_deleted_table_is_recreated,
+        ec2::launch::resumed_order_counts_for_max_instances,
         ec2::ownership::finished_claim_keeps_its_condition_without_its_pool,
         ec2::release::run_completed_without_webhook_releases_its_claim_which_retention_deletes,
         ec2::selection::i1_ten_claims_of_ten_race_for_a_hundred_idle_machines,

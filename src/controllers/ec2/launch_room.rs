@@ -1,62 +1,94 @@
-//! Machines being launched, so that `maxInstances` holds while several claims create machines at once.
+//! The room for new machines under `maxInstances`, which holds while several claims create machines at once.
+//!
+//! Machines that are being launched have no records yet. Their orders count instead: those that this leader has
+//! reserved room for, and those in the statuses of claims and pools, which an earlier leader may have written and not
+//! carried out.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{Arc, Mutex, MutexGuard},
 };
 
 use paddock_core::names::PoolKey;
 use paddock_effects::lock;
 
+/// Orders by client token, with the number of machines.
+pub type Orders = HashMap<String, u32>;
+
 #[derive(Default)]
-pub struct LaunchRoom {
-    pending: Mutex<HashMap<PoolKey, u32>>,
-    /// The client token of each pool's last completed order: a cached pool that still has the order is stale.
-    carried_out: Mutex<HashMap<PoolKey, String>>,
+pub struct LaunchRoom(Mutex<HashMap<PoolKey, PoolOrders>>);
+
+#[derive(Default)]
+struct PoolOrders {
+    reserved: Orders,
+    /// Orders whose machines have records, though a cached status may still show them as open.
+    settled: HashSet<String>,
 }
 
-/// Capacity for machines that are being launched. It is released on drop, when their records count instead.
+/// What limits the machines of a pool.
+pub struct Limits {
+    pub max: u32,
+    /// Machines with records.
+    pub live: u32,
+    /// Open orders in statuses.
+    pub open: Orders,
+}
+
+/// Room for the machines of one order. It is released on drop, when their records count instead.
 pub struct Reservation {
-    launches: Arc<LaunchRoom>,
+    room: Arc<LaunchRoom>,
     pool: PoolKey,
+    token: String,
     count: u32,
 }
 
 impl LaunchRoom {
-    /// Reserves up to `wanted` machines beside those `live` or being launched; `None` if fewer than `least` fit.
+    /// Reserves room for up to `wanted` machines beside all others; `None` if fewer than `least` fit.
     pub fn reserve(
         self: &Arc<Self>,
         pool: &PoolKey,
-        live: u32,
+        token: &str,
+        limits: &Limits,
         least: u32,
         wanted: u32,
-        max: u32,
     ) -> Option<Reservation> {
-        let mut pending = self.pending();
-        let under_way = pending.entry(pool.clone()).or_default();
-        let count = wanted.min(max.saturating_sub(live.saturating_add(*under_way)));
+        let mut pools = self.pools();
+        let orders = pools.entry(pool.clone()).or_default();
+        let count = wanted.min(limits.max.saturating_sub(orders.used(token, limits)));
         if count == 0 || count < least {
             return None;
         }
-        *under_way += count;
-        Some(Reservation { launches: self.clone(), pool: pool.clone(), count })
+        orders.reserved.insert(token.to_owned(), count);
+        Some(Reservation { room: self.clone(), pool: pool.clone(), token: token.to_owned(), count })
     }
 
-    /// Machines of the pool that are being launched.
-    pub fn under_way(&self, pool: &PoolKey) -> u32 {
-        self.pending().get(pool).copied().unwrap_or_default()
+    /// Machines that exist or are being launched, without those of the order `token`.
+    pub fn used(&self, pool: &PoolKey, token: &str, limits: &Limits) -> u32 {
+        self.pools().entry(pool.clone()).or_default().used(token, limits)
     }
 
-    pub fn note_carried_out(&self, pool: &PoolKey, token: &str) {
-        lock(&self.carried_out).insert(pool.clone(), token.to_owned());
+    /// The machines of an order have records.
+    pub fn settle(&self, pool: &PoolKey, token: &str) {
+        self.pools().entry(pool.clone()).or_default().settled.insert(token.to_owned());
     }
 
-    pub fn was_carried_out(&self, pool: &PoolKey, token: &str) -> bool {
-        lock(&self.carried_out).get(pool).is_some_and(|last| last == token)
+    /// Whether an order that a cached status shows as open has been carried out.
+    pub fn is_settled(&self, pool: &PoolKey, token: &str) -> bool {
+        self.pools().get(pool).is_some_and(|orders| orders.settled.contains(token))
     }
 
-    fn pending(&self) -> MutexGuard<'_, HashMap<PoolKey, u32>> {
-        lock(&self.pending)
+    fn pools(&self) -> MutexGuard<'_, HashMap<PoolKey, PoolOrders>> {
+        lock(&self.0)
+    }
+}
+
+impl PoolOrders {
+    fn used(&mut self, token: &str, limits: &Limits) -> u32 {
+        self.settled.retain(|settled| limits.open.contains_key(settled));
+        let unsettled = limits.open.iter().filter(|(open, _)| !self.settled.contains(*open));
+        let mut orders: HashMap<_, _> = unsettled.collect();
+        orders.extend(&self.reserved);
+        orders.iter().filter(|(other, _)| *other != &token).fold(limits.live, |sum, (_, count)| sum.saturating_add(**count))
     }
 }
 
@@ -64,12 +96,21 @@ impl Reservation {
     pub const fn count(&self) -> u32 {
         self.count
     }
+
+    /// Another order of the same size replaces this one.
+    pub fn pass_to(&mut self, token: &str) {
+        if let Some(orders) = self.room.pools().get_mut(&self.pool) {
+            orders.reserved.remove(&self.token);
+            orders.reserved.insert(token.to_owned(), self.count);
+        }
+        self.token = token.to_owned();
+    }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        if let Some(under_way) = self.launches.pending().get_mut(&self.pool) {
-            *under_way -= self.count;
+        if let Some(orders) = self.room.pools().get_mut(&self.pool) {
+            orders.reserved.remove(&self.token);
         }
     }
 }
@@ -78,14 +119,39 @@ impl Drop for Reservation {
 mod tests {
     use super::*;
 
+    fn limits(live: u32, open: &[(&str, u32)]) -> Limits {
+        Limits { max: 4, live, open: open.iter().map(|(token, count)| ((*token).to_owned(), *count)).collect() }
+    }
+
+    fn linux() -> PoolKey {
+        PoolKey::new("ci", "linux")
+    }
+
     #[test]
     fn launches_under_way_count_until_they_are_over() {
-        let (launches, linux) = (Arc::new(LaunchRoom::default()), PoolKey::new("ci", "linux"));
-        let first = launches.reserve(&linux, 1, 2, 2, 4).unwrap();
-        assert!(launches.reserve(&linux, 1, 2, 2, 4).is_none(), "there is room for one, not for two");
-        assert_eq!(launches.reserve(&linux, 1, 1, 2, 4).unwrap().count(), 1, "where one is better than none");
-        assert!(launches.reserve(&PoolKey::new("ci", "arm"), 0, 4, 4, 4).is_some(), "another pool has its own room");
+        let room = Arc::new(LaunchRoom::default());
+        let reserve = |pool: &PoolKey, token, least, wanted| room.reserve(pool, token, &limits(1, &[]), least, wanted);
+        let first = reserve(&linux(), "a", 2, 2).unwrap();
+        assert!(reserve(&linux(), "b", 2, 2).is_none(), "there is room for one, not for two");
+        assert_eq!(reserve(&linux(), "b", 1, 2).unwrap().count(), 1, "where one is better than none");
+        assert!(reserve(&PoolKey::new("ci", "arm"), "b", 3, 3).is_some(), "another pool has its own room");
         drop(first);
-        assert!(launches.reserve(&linux, 1, 3, 3, 4).is_some());
+        assert!(reserve(&linux(), "b", 3, 3).is_some());
+    }
+
+    #[test]
+    fn an_open_order_of_an_earlier_leader_counts_once_and_until_it_is_settled() {
+        let room = Arc::new(LaunchRoom::default());
+        let open = limits(0, &[("a", 3)]);
+        assert!(room.reserve(&linux(), "b", &open, 2, 2).is_none());
+        let resumed = room.reserve(&linux(), "a", &open, 3, 3).expect("its own order does not count");
+        assert_eq!(room.used(&linux(), "b", &open), 3, "reserved and open: the same order");
+        room.settle(&linux(), "a");
+        drop(resumed);
+        let recorded = limits(3, &[("a", 3)]);
+        assert_eq!(room.used(&linux(), "b", &recorded), 3, "the cached status is older than the records");
+        assert!(room.is_settled(&linux(), "a"));
+        assert_eq!(room.used(&linux(), "b", &limits(3, &[])), 3);
+        assert!(!room.is_settled(&linux(), "a"), "forgotten once no status shows it");
     }
 }

@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 use paddock_core::{
-    api::{Ec2Pool, FailureReason},
+    api::{ClaimPhase, Ec2Pool, FailureReason, RunnerClaim, RunnerPool},
     ec2::{claim::claim_ref, machine::Machine, requirements::Requirements},
     names::PoolKey,
 };
@@ -11,6 +11,7 @@ use paddock_record::{ClaimRef, Identity, Instance, State, Transition, transition
 
 use super::{
     Ec2Context,
+    launch_room::Limits,
     runner_tokens::{Outage, sealed},
 };
 use crate::controllers::reference;
@@ -45,6 +46,27 @@ impl Ec2Context {
         };
         let known = self.ledger.get(&launched.id).map(|machine| machine.record);
         transition::launch(known.as_ref(), identity, claim, pool.lifetimes.created.after(now), now)
+    }
+
+    /// What limits new machines of a pool.
+    pub fn limits(&self, key: &PoolKey, max: u32) -> Limits {
+        let live = |machine: &Machine| machine.record.state != State::Terminated;
+        let stores = &self.shared.stores;
+        let in_pool = |claim: &RunnerClaim| {
+            claim.metadata.namespace.as_ref() == Some(&key.namespace) && claim.spec.pool.as_ref() == Some(&key.name)
+        };
+        let claims = stores.claims.store.state_filter(in_pool);
+        let statuses = claims.iter().filter_map(|claim| claim.status.as_ref());
+        let unfinished = statuses.filter(|status| !status.phase.is_some_and(ClaimPhase::is_over));
+        let orders = unfinished.filter_map(|status| status.fleet.as_deref());
+        let pool = stores.pools.store.get(&reference::<RunnerPool>(&key.namespace, &key.name));
+        let own = pool.as_ref().and_then(|pool| pool.status.as_ref()?.fleet.as_deref());
+        let open = orders.filter(|order| order.instance_ids.is_empty()).chain(own);
+        Limits {
+            max,
+            live: self.ledger.find(key, live).len() as u32,
+            open: open.map(|order| (order.client_token.clone(), order.requested)).collect(),
+        }
     }
 
     /// Returns machines of the pool to it, and terminates those that never ran.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use paddock::api::{ClaimPhase, RunnerClaimStatus, RunnerPoolStatus};
+use paddock::api::{ClaimPhase, ClaimReason, RunnerClaimStatus, RunnerPoolStatus};
 use paddock_bed::aws::{
     Limit, Service, Usage,
     faults::{Effect, Rule},
@@ -194,5 +194,25 @@ pub async fn pool_condition_shows_refused_launch_until_it_succeeds(world: &World
     drop(denied);
     pool.set(json!({ "minIdle": 1, "maxInstances": 2 })).await?;
     pool.until_pool("Ready and warm", |status| pool_why(status).0 == "Ready" && status.workers.idle == 1).await?;
+    pool.clean_up().await
+}
+
+/// An order that an earlier leader has recorded and not sent counts for `maxInstances`.
+pub async fn resumed_order_counts_for_max_instances(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "maxInstances": 2 })).await?;
+    let throttled = pool.fault(Rule::on(Service::Ec2, "CreateFleet", Effect::Throttle).containing(&pool.key()));
+    pool.claim("first", "9200", json!({ "count": 2 })).await?;
+    pool.until_claim("first", "ordering", |status| status.fleet.is_some()).await?;
+    world.kill_operator()?;
+    pool.claim("second", "9201", json!({ "count": 2 })).await?;
+    world.start_operator().await?;
+    let full = |status: &RunnerClaimStatus| why(status).0 == ClaimReason::PoolFull.as_str();
+    pool.until_claim("second", "waiting for room", full).await?;
+    drop(throttled);
+    pool.until_phase("first", ClaimPhase::Ready).await?;
+    ensure!(pool.instances().len() == 2, "{:?}", pool.instances());
+    pool.release("first").await?;
+    pool.until_phase("second", ClaimPhase::Ready).await?;
+    pool.release("second").await?;
     pool.clean_up().await
 }

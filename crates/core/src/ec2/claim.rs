@@ -303,7 +303,7 @@ fn acquire(facts: &ClaimFacts, supply: &Supply, now: Timestamp) -> ClaimAction {
         ClaimAction::Start(confirmed)
     } else if missing == 0 {
         if unsealed.is_empty() { ClaimAction::AwaitAgents } else { ClaimAction::Seal(unsealed) }
-    } else if facts.status.fleet.is_some() {
+    } else if lost_created(facts) {
         let message = format!("{missing} of {count} created machines were lost before they were ready");
         ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::WorkerLost, message)
     } else if facts.pool_exhausted {
@@ -311,6 +311,12 @@ fn acquire(facts: &ClaimFacts, supply: &Supply, now: Timestamp) -> ClaimAction {
     } else {
         ClaimAction::Select(missing)
     }
+}
+
+/// Whether a machine that was launched for the claim is gone. One of the pool is replaced instead.
+fn lost_created(facts: &ClaimFacts) -> bool {
+    let is_held = |id: &String| facts.held().any(|machine| machine.record.instance_id == *id);
+    facts.status.fleet.as_ref().is_some_and(|order| !order.instance_ids.iter().all(is_held))
 }
 
 /// Machines that a claim holds but does not need: those beyond its count, as after a late write of a former leader, and

@@ -25,7 +25,9 @@ pub(super) fn first_order(facts: &ClaimFacts, supply: &Supply, count: u32, now: 
     let fallback = supply.spec.fallback.spot_to_on_demand;
     match facts.launch.capacity.order(&supply.needs, &supply.spec.subnet_ids, fallback, now) {
         LaunchChoice::Ask { usage_class, subnet_ids } => {
-            ClaimAction::PlaceOrder(launch_order(facts, supply, 1, count, usage_class, subnet_ids, now))
+            // Another one follows the first if a machine of the pool has to be replaced and the pool has no more.
+            let attempt = facts.status.fleet.as_ref().map_or(1, |last| last.attempt + 1);
+            ClaimAction::PlaceOrder(launch_order(facts, supply, attempt, count, usage_class, subnet_ids, now))
         }
         LaunchChoice::Wait { until, message } => {
             ClaimAction::Wait(Wait { reason: ClaimReason::InsufficientCapacity, message, retry_at: Some(until) })

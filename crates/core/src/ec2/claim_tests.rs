@@ -323,7 +323,15 @@ fn a_machine_of_the_pool_that_fails_its_checks_is_replaced() {
     check([
         ("failed", scenario(1, std::slice::from_ref(&failed)), "replace i-1"),
         ("beside one without a token", scenario(2, &[failed, unsealed("i-2", State::Created)]), "seal i-2"),
-        ("terminated", scenario(1, &[ended]), "select 1"),
+        ("terminated", scenario(1, std::slice::from_ref(&ended)), "select 1"),
+    ]);
+    let created = held("i-2", State::Created, Some(Signal::Registered));
+    let mixed = || scenario(2, &[ended.clone(), created.clone()]).ordered(UsageClass::OnDemand, 1, &["i-2"]);
+    let lost = scenario(2, &[held("i-1", State::Claimed, None), held("i-2", State::Terminated, None)]);
+    check([
+        ("beside a created one", mixed(), "select 1"),
+        ("and the pool has no more", mixed().exhausted(), "place order 2: 1 on-demand"),
+        ("the created one", lost.ordered(UsageClass::OnDemand, 1, &["i-2"]), "finish Failed WorkerLost"),
     ]);
 }
 

@@ -33,7 +33,7 @@ impl Work {
             ClaimAction::Select(count) => self.select(supply, *count).await,
             ClaimAction::PlaceOrder(order) => Ok(self.reserve_room(supply, order)),
             ClaimAction::SendOrder(order) => self.send_order(supply, order).await,
-            ClaimAction::FallBack { terminate, message, .. } => self.fall_back(terminate, message).await,
+            ClaimAction::FallBack { order, terminate, message } => self.fall_back(order, terminate, message).await,
             ClaimAction::Seal(ids) => self.seal(supply, &observed.chosen(ids)).await,
             ClaimAction::Replace(failed) => self.replace(failed).await,
             ClaimAction::AwaitAgents => Ok(self.await_agents(supply.spec).await),
@@ -120,16 +120,14 @@ impl Work {
         Ok(())
     }
 
-    /// Reserves capacity; the order itself is written with the status. A later order replaces the first and needs none.
+    /// Reserves room; the order itself is written with the status.
     fn reserve_room(&mut self, supply: &Supply<'_>, order: &LaunchOrder) -> Applied {
-        if order.attempt == 1 {
-            let (key, count, max) = (self.pool_key(), order.requested, supply.spec.max_instances);
-            self.room = self.context.launch_room.reserve(&key, self.live(), count, count, max);
-            if self.room.is_none() {
-                return Applied::NoRoom;
-            }
-        }
-        Applied::Done
+        let (key, count) = (self.pool_key(), order.requested);
+        let limits = self.context.limits(&key, supply.spec.max_instances);
+        // That of an order which this one replaces.
+        self.room = None;
+        self.room = self.context.launch_room.reserve(&key, &order.client_token, &limits, count, count);
+        if self.room.is_some() { Applied::Done } else { Applied::NoRoom }
     }
 
     /// Sends the persisted order to EC2 and creates the records of its instances.
@@ -148,6 +146,7 @@ impl Work {
         };
         let now = Timestamp::now();
         self.create_records(supply, &outcome, now).await?;
+        self.context.launch_room.settle(&self.pool_key(), &order.client_token);
         self.context.capacity_memory().note(order, outcome.launched.len(), &outcome.causes, now);
         let instance_ids: Vec<_> = outcome.launched.into_iter().map(|launched| launched.id).collect();
         if instance_ids.len() as u32 >= order.requested {
@@ -161,7 +160,15 @@ impl Work {
         Ok(Applied::Short { launched: instance_ids, causes: outcome.causes })
     }
 
-    async fn fall_back(&self, terminate: &[String], message: &str) -> Result<Applied, Error> {
+    async fn fall_back(
+        &mut self,
+        order: &LaunchOrder,
+        terminate: &[String],
+        message: &str,
+    ) -> Result<Applied, Error> {
+        if let Some(room) = &mut self.room {
+            room.pass_to(&order.client_token);
+        }
         for id in terminate {
             let why = "EC2 did not have the rest of its fleet as spot machines";
             self.context.end_instance(id, FailureReason::CreationAborted, why).await?;

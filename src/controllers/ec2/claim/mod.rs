@@ -177,7 +177,7 @@ impl Work {
     fn observe(&self) -> Observed {
         let key = self.pool_key();
         // Only a claim that may place an order needs the count, which is slow in a large pool.
-        let live = if self.pool_exhausted { self.live() + self.context.launch_room.under_way(&key) } else { 0 };
+        let live = if self.pool_exhausted { self.used(&key) } else { 0 };
         Observed {
             machines: self.context.ledger.of_claim(&key, self.reference()),
             pool: self.pool.clone(),
@@ -299,10 +299,10 @@ impl Work {
         self.context.ledger.of_claim(&self.pool_key(), self.reference()).into_iter().filter(live).collect()
     }
 
-    /// How many machines the pool has.
-    fn live(&self) -> u32 {
-        let live = |machine: &Machine| machine.record.state != State::Terminated;
-        self.context.ledger.find(&self.pool_key(), live).len() as u32
+    /// How many machines the pool has or creates for others.
+    fn used(&self, key: &PoolKey) -> u32 {
+        let own = self.status.fleet.as_ref().map_or("", |order| order.client_token.as_str());
+        self.context.launch_room.used(key, own, &self.context.limits(key, 0))
     }
 
     async fn token(&self, pool: &Ec2Pool) -> Result<SecretString, Outage> {

@@ -17,7 +17,6 @@ use paddock_core::{
     names::PoolKey,
 };
 use paddock_effects::{aws::AwsError, kube::objects};
-use paddock_record::State;
 
 use super::aws_problem;
 use crate::controllers::{
@@ -40,18 +39,16 @@ pub(super) async fn keep_warm(
     key: &PoolKey,
     new: &mut RunnerPoolStatus,
 ) -> Result<Option<PoolProblem>, Error> {
-    let machines = context.ledger.of_pool(key);
-    let live = machines.iter().filter(|machine| machine.record.state != State::Terminated).count() as u32;
-    let missing = warm::missing(&machines, ec2);
-    let reserve = |wanted| context.launch_room.reserve(key, live, 1, wanted, ec2.max_instances);
-    if new.fleet.as_ref().is_some_and(|order| context.launch_room.was_carried_out(key, &order.client_token)) {
+    let missing = warm::missing(&context.ledger.of_pool(key), ec2);
+    if new.fleet.as_ref().is_some_and(|order| context.launch_room.is_settled(key, &order.client_token)) {
         new.fleet = None;
         return Ok(None);
     }
     let (order, _room) = match &new.fleet {
-        Some(order) => ((**order).clone(), reserve(order.requested)),
+        // It counts as long as the status has it.
+        Some(order) => ((**order).clone(), None),
         None => {
-            let (order, room) = match wanted(context, pool, ec2, key, new, |most| reserve(missing.min(most))) {
+            let (order, room) = match wanted(context, pool, ec2, key, new, missing) {
                 Ok(Some(wanted)) => wanted,
                 Ok(None) => return Ok(None),
                 Err(problem) => return Ok(Some(problem)),
@@ -74,7 +71,7 @@ fn wanted(
     ec2: &Ec2Pool,
     key: &PoolKey,
     new: &RunnerPoolStatus,
-    reserve: impl Fn(u32) -> Option<Reservation>,
+    missing: u32,
 ) -> Result<Option<(LaunchOrder, Reservation)>, PoolProblem> {
     let (Some(needs), Some(template)) = (warm::requirements(ec2), &new.launch_template) else { return Ok(None) };
     if let Some((problem, age)) = context.pools.launch_problem(key, pool.metadata.generation)
@@ -88,13 +85,15 @@ fn wanted(
         return Ok(None);
     }
     // One is enough to find out whether machines boot again.
-    let Some(room) = reserve(if failed.is_some() { 1 } else { MAX_ORDER_SIZE }) else { return Ok(None) };
+    let most = if failed.is_some() { 1 } else { MAX_ORDER_SIZE };
+    let (token, limits) = (client_token(&format!("{}{now}", pool.uid().unwrap_or_default()), 0), context.limits(key, ec2.max_instances));
+    let Some(room) = context.launch_room.reserve(key, &token, &limits, 1, missing.min(most)) else { return Ok(None) };
     let subnet_ids = match context.capacity_memory().order(&needs, &ec2.subnet_ids, false, now) {
         LaunchChoice::Ask { subnet_ids, .. } => subnet_ids,
         LaunchChoice::Wait { message, .. } => return Err((PoolReason::InsufficientCapacity, message)),
     };
     let wanted = Wanted {
-        client_token: client_token(&format!("{}{now}", pool.uid().unwrap_or_default()), 0),
+        client_token: token,
         attempt: 1,
         template,
         count: room.count(),
@@ -139,7 +138,7 @@ async fn send_order(
     };
     let launch = |launched| context.launch(launched, key, ec2, &needs, None, now);
     context.ledger.apply(outcome.launched.iter().filter_map(launch).collect()).await.map_err(aws_problem)?;
-    context.launch_room.note_carried_out(key, &order.client_token);
+    context.launch_room.settle(key, &order.client_token);
     context.pools.note_warm_launch(key);
     new.fleet = None;
     context.capacity_memory().note(order, outcome.launched.len(), &outcome.causes, now);
