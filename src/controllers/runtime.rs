@@ -226,12 +226,10 @@ mod tests {
     fn a_failure_is_new_until_it_repeats_itself() {
         let failures = Failures::default();
         let add = |key: &'static str, message: &str| failures.add(key, message.to_owned());
-        assert_eq!([add("a", "no"), add("a", "no"), add("a", "never"), add("b", "no")], [
-            (1, true),
-            (2, false),
-            (3, true),
-            (1, true)
-        ]);
+        assert_eq!(
+            [add("a", "no"), add("a", "no"), add("a", "never"), add("b", "no")],
+            [(1, true), (2, false), (3, true), (1, true)]
+        );
         failures.clear(&"a");
         assert_eq!(add("a", "never"), (1, true));
     }

@@ -44,15 +44,12 @@ impl Transition {
                     condition.push(format!("#state = :{}", seen.state));
                     values.extend([state(seen.state)]);
                 }
-                let expected = [
-                    (a::RUN_ID, &seen.run_id),
-                    (a::CLAIM_UID, &seen.claim_uid),
-                    (a::LEAVING, &seen.leaving),
-                ];
+                let expected =
+                    [(a::RUN_ID, &seen.run_id), (a::CLAIM_UID, &seen.claim_uid), (a::LEAVING, &seen.leaving)];
                 for (name, text) in expected {
                     let same = format!("#{name} = :seen_{name}");
                     // A missing attribute is read as empty.
-                    condition.push(match text {
+                    condition.push(match text.as_str() {
                         "" => format!("(attribute_not_exists(#{name}) OR {same})"),
                         _ => same,
                     });

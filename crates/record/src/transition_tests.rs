@@ -145,14 +145,8 @@ fn a_launch_is_for_a_claim_or_warm() {
     };
     assert_eq!((for_claim.seen(), for_claim.next()), (None, &expected));
     let none = String::new;
-    let warm = Instance {
-        run_id: none(),
-        initial_run_id: none(),
-        claim: none(),
-        claim_uid: none(),
-        claims: 0,
-        ..expected
-    };
+    let warm =
+        Instance { run_id: none(), initial_run_id: none(), claim: none(), claim_uid: none(), claims: 0, ..expected };
     assert_eq!(launched(None).next(), &warm);
     assert_eq!(launch(Some(&warm), identity(), None, threshold(), now()), None, "it already has a record");
 }

@@ -88,7 +88,10 @@ impl PoolOrders {
         let unsettled = limits.open.iter().filter(|(open, _)| !self.settled.contains(*open));
         let mut orders: HashMap<_, _> = unsettled.collect();
         orders.extend(&self.reserved);
-        orders.iter().filter(|(other, _)| *other != &token).fold(limits.live, |sum, (_, count)| sum.saturating_add(**count))
+        orders
+            .iter()
+            .filter(|(other, _)| *other != &token)
+            .fold(limits.live, |sum, (_, count)| sum.saturating_add(**count))
     }
 }
 

@@ -7,6 +7,7 @@ mod machines;
 pub mod pool;
 pub mod pool_memory;
 pub mod runner_tokens;
+mod sweep;
 pub mod worker_mirror;
 pub mod workflow_runs;
 
@@ -92,6 +93,7 @@ pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
         context.ledger.listen(stop.clone()),
         worker_mirror::run(context.clone(), stop.clone()),
         pool::run(context.clone(), stop.clone()),
+        sweep::run(context.clone(), stop.clone()),
         claim::run(context.clone(), stop.clone()),
     );
 }

@@ -13,7 +13,6 @@ use paddock_core::{
     names::PoolKey,
 };
 use paddock_effects::lock;
-use tokio::task::JoinHandle;
 
 /// How long a failed launch counts, unless the pool is edited or a later launch succeeds.
 const LAUNCH_MEMORY: Duration = Duration::from_secs(300);
@@ -29,8 +28,6 @@ pub struct PoolMemory {
 struct Memory {
     /// When it was last compared with AWS, and at which generation.
     prepared: Option<(Instant, Option<i64>)>,
-    /// The last sweep, and when it began.
-    sweep: Option<(Instant, JoinHandle<()>)>,
     sweep_problem: Option<PoolProblem>,
     failed_launch: Option<FailedLaunch>,
     failed_boots: Option<FailedBoots>,
@@ -54,11 +51,9 @@ impl PoolMemory {
         act(self.pools().entry(pool.clone()).or_default())
     }
 
-    /// For a deleted pool. Its sweep is stopped, as a crash would: a later pool of the same name starts afresh.
+    /// For a deleted pool.
     pub fn forget(&self, pool: &PoolKey) {
-        if let Some(Memory { sweep: Some((_, sweep)), .. }) = self.pools().remove(pool) {
-            sweep.abort();
-        }
+        self.pools().remove(pool);
     }
 
     /// Whether this generation of the pool was not compared with AWS within `period`; if so, it counts as compared now.
@@ -75,15 +70,6 @@ impl PoolMemory {
     /// Makes the next reconciliation compare the pool with AWS, because a resource may be missing.
     pub fn prepare_again(&self, pool: &PoolKey) {
         self.with(pool, |memory| memory.prepared = None);
-    }
-
-    /// Starts a sweep unless the last one still runs, or began within `period`.
-    pub fn sweep_if_due(&self, pool: &PoolKey, period: Duration, start: impl FnOnce() -> JoinHandle<()>) {
-        self.with(pool, |memory| {
-            if memory.sweep.as_ref().is_none_or(|(began, sweep)| sweep.is_finished() && began.elapsed() >= period) {
-                memory.sweep = Some((Instant::now(), start()));
-            }
-        });
     }
 
     /// Ignored if the pool was deleted during its sweep.
@@ -205,33 +191,11 @@ mod tests {
         assert!(memory.is_prepare_due(&linux(), Some(2), Duration::ZERO), "and after the period");
     }
 
-    #[tokio::test]
-    async fn one_sweep_runs_at_a_time() {
+    #[test]
+    fn a_sweep_that_ends_after_its_pool_was_deleted_leaves_nothing() {
         let memory = PoolMemory::default();
-        let sweeps = std::sync::atomic::AtomicU32::new(0);
-        let sweep = |period| {
-            memory.sweep_if_due(&linux(), period, || {
-                sweeps.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
-                tokio::spawn(std::future::pending())
-            });
-        };
-        sweep(Duration::ZERO);
-        sweep(Duration::ZERO);
-        assert_eq!(sweeps.into_inner(), 1);
-    }
-
-    #[tokio::test]
-    async fn the_sweep_of_a_deleted_pool_is_stopped_and_leaves_nothing() {
-        let memory = PoolMemory::default();
-        let (running, stopped) = tokio::sync::oneshot::channel::<()>();
-        memory.sweep_if_due(&linux(), Duration::ZERO, || {
-            tokio::spawn(async {
-                let _running = running;
-                std::future::pending().await
-            })
-        });
+        memory.note_sent(&linux(), "i-1");
         memory.forget(&linux());
-        stopped.await.expect_err("the task is dropped");
         memory.note_sweep(&linux(), Some((PoolReason::AwsUnavailable, "it ended late".to_owned())));
         assert_eq!(memory.upkeep_problem(&linux()), None);
     }

@@ -1,16 +1,17 @@
 //! AWS refuses, throttles or loses what the operator relies on.
 
-use anyhow::{Context, Result, ensure};
-use paddock::api::{ClaimPhase, RunnerClaimStatus, RunnerPoolStatus};
+use anyhow::{Context, Result, bail, ensure};
+use kube::api::{DeleteParams, Patch, PatchParams};
+use paddock::api::{ClaimPhase, FailureReason, RunnerClaimStatus, RunnerPool, RunnerPoolStatus};
 use paddock_bed::aws::{
     InstanceState, Service,
     faults::{Effect, Rule},
 };
-use paddock_record::State;
+use paddock_record::{State, attribute};
 use serde_json::json;
 
 use crate::fixture::{
-    ec2_pool::{Ec2Pool, pool_why, why},
+    ec2_pool::{Ec2Pool, POOL, is_pooled, pool_why, why},
     world::World,
 };
 
@@ -101,4 +102,52 @@ pub async fn drift_at_aws_is_repaired(world: &World) -> Result<()> {
     pool.until_phase("build", ClaimPhase::Ready).await?;
     pool.release("build").await?;
     pool.clean_up().await
+}
+
+/// I2: a machine that cannot be terminated keeps nothing else from being noticed and ended.
+pub async fn i2_stuck_machine_stops_no_sweep(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "minIdle": 2, "maxInstances": 3, "lifetimes": { "idle": "30s" } })).await?;
+    let [stuck, lost] = &pool.ids(State::Idle).await?[..] else { bail!("two machines are idle") };
+    let denied = Rule::on(Service::Ec2, "TerminateInstances", Effect::error("OperationNotPermitted"));
+    let denied = pool.fault(denied.containing(stuck));
+    // Frozen, it cannot shut itself down either.
+    world.stage.machines.freeze(stuck)?;
+    pool.cloud.edit_record(stuck, &[(attribute::STATE, State::Terminated.as_str())], &[]).await?;
+    world.until_true("it is to be terminated", async || Ok(denied.hits() > 0)).await?;
+    world.stage.aws.terminate(lost).await?;
+    pool.until_ended(lost, FailureReason::InstanceGone).await?;
+    drop(denied);
+    pool.until_gone_at_ec2(stuck).await?;
+    pool.clean_up().await
+}
+
+/// I2, I3: without SQS released machines wait for their message, and lost ones are still noticed.
+pub async fn i2_lost_machine_is_noticed_without_sqs(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "minIdle": 2, "maxInstances": 2 })).await?;
+    pool.claim("build", "9300", json!({})).await?;
+    let served = pool.until_phase("build", ClaimPhase::Ready).await?.workers[0].name.clone();
+    let lost = pool.the(State::Idle).await?;
+    let down = pool.fault(Rule::all(Service::Sqs, Effect::error("ServiceUnavailable")).containing(&pool.namespace));
+    pool.release("build").await?;
+    world.until_true("SQS was asked", async || Ok(down.hits() > 1)).await?;
+    world.stage.aws.terminate(&lost).await?;
+    pool.until_ended(&lost, FailureReason::InstanceGone).await?;
+    drop(down);
+    pool.until_record(&served, "pooled", is_pooled).await?;
+    pool.clean_up().await
+}
+
+/// I2: a machine whose pool and record are gone is terminated.
+pub async fn i2_machine_of_no_pool_is_terminated(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 1 })).await?;
+    let stray = pool.the(State::Idle).await?;
+    // Frozen, it cannot notice that its record is gone.
+    world.stage.machines.freeze(&stray)?;
+    let pools = world.api::<RunnerPool>(&pool.namespace);
+    let removed = json!({ "metadata": { "finalizers": null } });
+    pools.delete(POOL, &DeleteParams::default()).await?;
+    pools.patch(POOL, &PatchParams::default(), &Patch::Merge(removed)).await?;
+    world.until_gone::<RunnerPool>(&pool.namespace, POOL).await?;
+    pool.cloud.delete_record(&stray).await?;
+    pool.until_running(&[]).await
 }

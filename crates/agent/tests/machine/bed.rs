@@ -30,9 +30,7 @@ use nix::{
 };
 use paddock_bed_github::{GitHub, Options, runner::write_runner_dir};
 use paddock_bed_process::{Process, emulator::Emulator, wait::Wait, write_program};
-use paddock_record::{
-    AgentConfig, Heartbeat, Instance, PublicKey, Signal, State, WorkerSignal, attribute, entity, key, stamp,
-};
+use paddock_record::{AgentConfig, Heartbeat, PublicKey, Signal, State, WorkerSignal, attribute, entity, key, stamp};
 
 /// Far longer than any step takes, even on a slow machine.
 const DEADLINE: Duration = Duration::from_secs(180);

@@ -195,11 +195,7 @@ fn a_claim_waits_until_its_pool_can_serve_it() {
     let deleting = json!({"metadata": {"deletionTimestamp": at(1)}});
     check([
         ("no pool", scenario(1, &[]).no_pool(), "wait PoolNotFound"),
-        (
-            "no pool for a claim that is over",
-            scenario(1, &[]).phase(ClaimPhase::Completed).no_pool(),
-            "nothing",
-        ),
+        ("no pool for a claim that is over", scenario(1, &[]).phase(ClaimPhase::Completed).no_pool(), "nothing"),
         ("deleting", scenario(1, &[]).pool(deleting.clone()), "wait PoolNotReady"),
         ("deleting, with a machine held", scenario(1, &[claimed]).pool(deleting), "await agents"),
         ("no queue", scenario(1, &[]).pool(json!({"status": {"queues": null}})), "wait PoolNotReady"),

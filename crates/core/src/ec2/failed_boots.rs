@@ -45,8 +45,13 @@ impl FailedBoots {
     }
 
     /// When the next warm machine may be launched.
-    pub fn next_launch(&self) -> Timestamp {
+    fn next_launch(&self) -> Timestamp {
         self.last_at + RELAUNCH.delay(self.rounds)
+    }
+
+    /// Whether another warm machine may be launched: one at a time, to find out whether machines boot again.
+    pub fn may_launch(&self, booting: bool, now: Timestamp) -> bool {
+        !booting && now >= self.next_launch()
     }
 
     /// What is wrong with the pool; nothing if it was edited since.
@@ -86,11 +91,20 @@ mod tests {
     }
 
     #[test]
+    fn after_a_failure_machines_are_launched_one_at_a_time() {
+        let boots = add(None, 0).unwrap();
+        assert!(!boots.may_launch(false, at(9)) && boots.may_launch(false, at(10)) && !boots.may_launch(true, at(10)));
+    }
+
+    #[test]
     fn the_problem_counts_and_explains_until_the_pool_is_edited() {
         let boots = add(add(None, 0), 5).unwrap();
         let (reason, message) = boots.problem(Some(1)).unwrap();
         assert_eq!(reason, PoolReason::MachinesFailing);
-        assert!(message.starts_with("2 machines have failed after the launch; the last one, i-1: its pre"), "{message}");
+        assert!(
+            message.starts_with("2 machines have failed after the launch; the last one, i-1: its pre"),
+            "{message}"
+        );
         assert_eq!(boots.problem(Some(2)), None);
         let edited = FailedBoots::add(Some(boots), Some(2), "i-2: late".into(), at(9));
         assert_eq!((edited.machines, edited.rounds), (1, 1));

@@ -96,10 +96,6 @@ pub fn is_abandoned(record: &Instance, claim_exists: impl Fn(&Instance) -> bool)
     held && !claim_exists(record)
 }
 
-/// An instance without a record is an orphan, and a record without an instance lost, only after this time: records are
-/// written after launches, and EC2 shows a new instance late.
-pub const ORPHAN_AGE: SignedDuration = SignedDuration::from_secs(60);
-
 /// An instance as EC2 describes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ec2State {
@@ -109,9 +105,13 @@ pub struct Ec2State {
     pub reclaimed: bool,
 }
 
-/// Why the machine of a record is gone, if it is.
-pub fn lost(tracked: &Machine, seen: Option<Ec2State>, now: Timestamp) -> Option<(FailureReason, &'static str)> {
-    let is_new = now.duration_since(tracked.record.updated_at) < ORPHAN_AGE;
+/// Why the machine of a record is gone, if it is. `missing_for_long`: EC2 has not listed it for a while; it shows a new
+/// instance late.
+pub fn lost(
+    tracked: &Machine,
+    seen: Option<Ec2State>,
+    missing_for_long: bool,
+) -> Option<(FailureReason, &'static str)> {
     match (tracked.record.state, seen) {
         (State::Terminated, _) => None,
         (_, Some(Ec2State { gone: false, .. })) => None,
@@ -121,7 +121,7 @@ pub fn lost(tracked: &Machine, seen: Option<Ec2State>, now: Timestamp) -> Option
         (_, Some(Ec2State { .. })) => {
             Some((FailureReason::InstanceGone, "the machine was terminated, and not by Paddock"))
         }
-        (_, None) if is_new => None,
+        (_, None) if !missing_for_long => None,
         (_, None) => Some((FailureReason::InstanceGone, "EC2 does not have the machine any more")),
     }
 }

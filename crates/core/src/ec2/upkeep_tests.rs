@@ -121,17 +121,18 @@ fn a_lost_machine_has_its_reason_and_a_new_one_is_not_missed_yet() {
     use FailureReason::{InstanceGone, SpotReclaimed};
     let (alive, gone) = (Ec2State { gone: false, reclaimed: false }, Ec2State { gone: true, reclaimed: false });
     let reclaimed = Ec2State { gone: true, reclaimed: true };
-    for (state, seen, seconds, reason) in [
-        (State::Running, Some(alive), 3600, None),
-        (State::Running, Some(gone), 1, Some(InstanceGone)),
-        (State::Running, Some(reclaimed), 1, Some(SpotReclaimed)),
-        (State::Created, None, 59, None),
-        (State::Created, None, 60, Some(InstanceGone)),
-        (State::Terminated, Some(reclaimed), 3600, None),
-        (State::Terminated, None, 3600, None),
+    for (state, seen, missing_for_long, reason) in [
+        (State::Running, Some(alive), true, None),
+        (State::Running, Some(gone), false, Some(InstanceGone)),
+        (State::Running, Some(reclaimed), false, Some(SpotReclaimed)),
+        (State::Created, None, false, None),
+        (State::Created, None, true, Some(InstanceGone)),
+        (State::Terminated, Some(reclaimed), true, None),
+        (State::Terminated, None, true, None),
     ] {
         let it = tracked(record("i-1", state, RUN, at(0)));
-        assert_eq!(lost(&it, seen, at(seconds)).map(|(reason, _)| reason), reason, "{state} {seen:?} {seconds}");
+        let found = lost(&it, seen, missing_for_long).map(|(reason, _)| reason);
+        assert_eq!(found, reason, "{state} {seen:?} {missing_for_long}");
     }
 }
 

@@ -25,12 +25,15 @@ fn is_default(machine: &Machine, pool: &Ec2Pool) -> bool {
         && machine.record.usage_class == pool.defaults.usage_class.as_str()
 }
 
+/// Whether it was launched as a warm machine and has not booted yet.
+pub fn is_booting(machine: &Machine) -> bool {
+    machine.record.run_id.is_empty() && machine.record.state == State::Created
+}
+
 /// How many machines to launch, so that `minIdle` of them are idle or booting.
 pub fn missing(machines: &[Machine], pool: &Ec2Pool) -> u32 {
-    let counts = |machine: &&Machine| {
-        let booting = machine.record.run_id.is_empty() && machine.record.state == State::Created;
-        is_default(machine, pool) && (booting || machine.record.state == State::Idle)
-    };
+    let counts =
+        |machine: &&Machine| is_default(machine, pool) && (is_booting(machine) || machine.record.state == State::Idle);
     pool.min_idle.saturating_sub(machines.iter().filter(counts).count() as u32)
 }
 

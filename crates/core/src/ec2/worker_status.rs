@@ -7,8 +7,9 @@ use paddock_record::{Instance, State};
 
 use super::machine::Machine;
 use crate::api::{
-    Ec2Pool, Ec2Worker, FAILURE_MESSAGE_MAX, Failure, FailureReason, Heartbeat, HeartbeatState, InstanceInfo, LABEL_CLAIM, LABEL_POOL,
-    Runner, RunnerPool, UsageClass, Worker, WorkerCounts, WorkerSpec, WorkerState, WorkerStatus, clip,
+    Ec2Pool, Ec2Worker, FAILURE_MESSAGE_MAX, Failure, FailureReason, Heartbeat, HeartbeatState, InstanceInfo,
+    LABEL_CLAIM, LABEL_POOL, Runner, RunnerPool, UsageClass, Worker, WorkerCounts, WorkerSpec, WorkerState,
+    WorkerStatus, clip,
 };
 
 /// A record's state as its Worker shows it.

@@ -53,7 +53,8 @@ pub struct Described {
     pub gone: bool,
     /// EC2 reclaimed the spot instance.
     pub reclaimed: bool,
-    pub launched_at: Option<jiff::Timestamp>,
+    /// Its tag with the pool (`namespace/name`); empty without one.
+    pub pool: String,
     pub instance_type: String,
     pub zone: String,
     pub usage_class: UsageClass,
@@ -225,9 +226,18 @@ impl Machines {
 
     /// Lists every instance with the tags of a cluster's pool.
     pub async fn of_pool(&self, cluster: &str, pool: &PoolKey) -> Result<Vec<Described>, AwsError> {
-        let filter = |tag, value| Filter::builder().name(format!("tag:{tag}")).values(value).build();
-        let describe = self.client.describe_instances().filters(filter(TAG_CLUSTER, cluster));
-        let mut pages = describe.filters(filter(TAG_POOL, &pool.to_string())).into_paginator().page_size(1000).send();
+        self.tagged(&[(TAG_CLUSTER, cluster), (TAG_POOL, &pool.to_string())]).await
+    }
+
+    /// The instances with this cluster's tag, recently terminated ones included.
+    pub async fn of_cluster(&self, cluster: &str) -> Result<Vec<Described>, AwsError> {
+        self.tagged(&[(TAG_CLUSTER, cluster)]).await
+    }
+
+    async fn tagged(&self, tags: &[(&str, &str)]) -> Result<Vec<Described>, AwsError> {
+        let filter = |(tag, value): &(&str, &str)| Filter::builder().name(format!("tag:{tag}")).values(*value).build();
+        let describe = self.client.describe_instances().set_filters(Some(tags.iter().map(filter).collect()));
+        let mut pages = describe.into_paginator().page_size(1000).send();
         let mut found = Vec::new();
         while let Some(page) = pages.next().await {
             let page = page.map_err(word("DescribeInstances"))?;
@@ -270,13 +280,14 @@ fn described(instance: aws_sdk_ec2::types::Instance) -> Option<Described> {
         instance.state.and_then(|state| state.name),
         Some(InstanceStateName::Terminated | InstanceStateName::ShuttingDown)
     );
-    let launched_at = instance.launch_time.and_then(|time| jiff::Timestamp::from_second(time.secs()).ok());
+    let tags = instance.tags.unwrap_or_default();
+    let pool = tags.into_iter().find(|tag| tag.key.as_deref() == Some(TAG_POOL)).and_then(|tag| tag.value);
     let spot = matches!(instance.instance_lifecycle, Some(aws_sdk_ec2::types::InstanceLifecycleType::Spot));
     Some(Described {
         id: instance.instance_id?,
         gone,
         reclaimed: instance.state_reason.and_then(|reason| reason.code).is_some_and(|code| code == SPOT_RECLAIMED),
-        launched_at,
+        pool: pool.unwrap_or_default(),
         instance_type: instance.instance_type.map(|kind| kind.as_str().to_owned()).unwrap_or_default(),
         zone: instance.placement.and_then(|placement| placement.availability_zone).unwrap_or_default(),
         usage_class: if spot { UsageClass::Spot } else { UsageClass::OnDemand },

@@ -45,7 +45,8 @@ impl Events {
     where
         K: Resource<DynamicType = ()>,
     {
-        let event = Event { type_, reason: reason.into(), note: Some(cut(note)), action: action.into(), secondary: None };
+        let event =
+            Event { type_, reason: reason.into(), note: Some(cut(note)), action: action.into(), secondary: None };
         if self.sender.try_send((event, object.object_ref(&()))).is_err() {
             tracing::warn!(reason, "event dropped");
         }

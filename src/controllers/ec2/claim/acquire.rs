@@ -19,9 +19,9 @@ use secrecy::SecretString;
 
 use super::{Error, Observed, Work};
 use crate::controllers::ec2::{
-    runner_tokens::sealed,
     idle_queue::{Candidate, Disposition},
     pool::aws_problem,
+    runner_tokens::sealed,
 };
 
 impl Work {
@@ -55,10 +55,8 @@ impl Work {
     async fn select(&mut self, supply: &Supply<'_>, count: u32) -> Result<Applied, Error> {
         let idle_queues = self.context.idle_queues.clone();
         let mut take = Box::pin(idle_queues.take(supply.queue, self.pool_key(), supply.needs.clone(), count));
-        let (at_once, token) = tokio::join!(
-            tokio::time::timeout(BACKGROUND_DELAY_MAX, &mut take),
-            self.token(supply.spec)
-        );
+        let (at_once, token) =
+            tokio::join!(tokio::time::timeout(BACKGROUND_DELAY_MAX, &mut take), self.token(supply.spec));
         let picked = match at_once {
             Ok(picked) => picked?,
             Err(_) => {
@@ -160,12 +158,7 @@ impl Work {
         Ok(Applied::Short { launched: instance_ids, causes: outcome.causes })
     }
 
-    async fn fall_back(
-        &mut self,
-        order: &LaunchOrder,
-        terminate: &[String],
-        message: &str,
-    ) -> Result<Applied, Error> {
+    async fn fall_back(&mut self, order: &LaunchOrder, terminate: &[String], message: &str) -> Result<Applied, Error> {
         if let Some(room) = &mut self.room {
             room.pass_to(&order.client_token);
         }

@@ -20,17 +20,17 @@ use paddock_core::{
     demand::job_facts::JobFacts,
     ec2::{
         capacity_memory::CapacityMemory,
-        claim::{AGENT_CHECK_PERIOD, Applied, ClaimAction, ClaimFacts, LaunchOptions, PoolView, claim_ref, decide, next},
+        claim::{
+            AGENT_CHECK_PERIOD, Applied, ClaimAction, ClaimFacts, LaunchOptions, PoolView, claim_ref, decide, next,
+        },
         claim_status,
         machine::Machine,
     },
     names::PoolKey,
 };
-use paddock_effects::{
-    kube::{
-        lanes::{Turn, UrgentGuard},
-        objects,
-    },
+use paddock_effects::kube::{
+    lanes::{Turn, UrgentGuard},
+    objects,
 };
 use paddock_record::{ClaimRef, State};
 use secrecy::SecretString;

@@ -1,6 +1,6 @@
 //! EC2 pools: their AWS resources, the upkeep of their machines, and their status.
 
-mod upkeep;
+pub mod upkeep;
 mod warm;
 
 use std::{borrow::Cow, sync::Arc, time::Duration};
@@ -26,10 +26,8 @@ use paddock_effects::{
 use paddock_record::{AgentConfig, Instance, State};
 use tokio_util::sync::CancellationToken;
 
-use self::{
-    upkeep::{FirstError, keep_up},
-    warm::keep_warm,
-};
+pub use self::upkeep::FirstError;
+use self::{upkeep::keep_up, warm::keep_warm};
 use super::Ec2Context;
 use crate::controllers::{CONFLICT_RETRY, Error, Next, drive, reference, stale_runners};
 

@@ -1,6 +1,6 @@
 //! The upkeep of a pool's machines, outside of claims.
 
-use std::{collections::HashSet, sync::Arc, time::Duration};
+use std::{collections::HashSet, sync::Arc};
 
 use jiff::Timestamp;
 use kube::runtime::events::EventType;
@@ -9,7 +9,7 @@ use paddock_core::{
     ec2::{
         machine::Machine,
         pool_status::PoolProblem,
-        upkeep::{Ec2State, ORPHAN_AGE, Upkeep, is_abandoned, is_forgotten, lost, upkeep},
+        upkeep::{Upkeep, is_abandoned, is_forgotten, upkeep},
         warm,
     },
     names::PoolKey,
@@ -23,26 +23,24 @@ use paddock_record::{Instance, State, Transition, transition};
 use super::aws_problem;
 use crate::controllers::ec2::{Ec2Context, machines::Returned, runner_tokens::Outage};
 
-/// How often the records are compared with EC2 and the queues.
-const SWEEP_PERIOD: Duration = Duration::from_secs(30);
-/// Machines ended in one sweep, so that a wrong clock cannot empty the fleet.
-const MAX_ENDS: usize = 20;
+/// Machines ended in one pass, so that an error cannot empty the fleet.
+pub const MAX_ENDS: usize = 20;
 
 /// The first of several independent failures: one must not stop what does not depend on it.
 #[derive(Default)]
-pub(super) struct FirstError(Option<AwsError>);
+pub struct FirstError(Option<AwsError>);
 
 impl FirstError {
-    pub(super) fn note(&mut self, outcome: Result<(), AwsError>) {
+    pub fn note(&mut self, outcome: Result<(), AwsError>) {
         self.0 = self.0.take().or(outcome.err());
     }
 
-    pub(super) fn first(self) -> Result<(), AwsError> {
+    pub fn first(self) -> Result<(), AwsError> {
         self.0.map_or(Ok(()), Err)
     }
 }
 
-/// Transitions machines outside of claims, ends expired ones, and periodically compares the records with EC2.
+/// Transitions machines outside of claims, and ends expired ones.
 pub(super) async fn keep_up(
     context: &Arc<Ec2Context>,
     pool: &RunnerPool,
@@ -91,7 +89,6 @@ pub(super) async fn keep_up(
     failures.note(pool_warm(context, key, warming, ec2, queues).await);
     failures.note(renew(context, key, renewed, ec2, queues).await);
     failures.note(send_missing(context, key, &context.ledger.of_pool(key), queues).await);
-    sweep_if_due(context, key, queues);
     failures.first().map_err(aws_problem)?;
     context.pools.upkeep_problem(key).map_or(Ok(()), Err)
 }
@@ -122,18 +119,6 @@ async fn reclaim(
             Ok(())
         }
     }
-}
-
-/// Starts a sweep in the background, one at a time: EC2 may be slow to list, and the upkeep must not wait.
-fn sweep_if_due(context: &Arc<Ec2Context>, key: &PoolKey, queues: &[Queue]) {
-    context.pools.sweep_if_due(key, SWEEP_PERIOD, || {
-        let (context, pool, queues) = (context.clone(), key.clone(), queues.to_vec());
-        tokio::spawn(async move {
-            let (swept, restored) =
-                (sweep(&context, &pool).await, restore_messages(&context, &pool, &queues).await);
-            context.pools.note_sweep(&pool, swept.and(restored).map_err(aws_problem).err());
-        })
-    });
 }
 
 /// Applies a transition to machines in one batch. Returns those whose write won.
@@ -233,7 +218,7 @@ async fn send_messages(
 }
 
 /// Sends the messages of all idle machines again where a queue has fewer messages than machines.
-async fn restore_messages(context: &Ec2Context, key: &PoolKey, queues: &[Queue]) -> Result<(), AwsError> {
+pub async fn restore_messages(context: &Ec2Context, key: &PoolKey, queues: &[Queue]) -> Result<(), AwsError> {
     for queue in queues {
         let mut idle = context.ledger.of_pool(key);
         idle.retain(|machine| machine.is_free() && machine.record.resource_class == queue.resource_class);
@@ -242,36 +227,4 @@ async fn restore_messages(context: &Ec2Context, key: &PoolKey, queues: &[Queue])
         }
     }
     Ok(())
-}
-
-/// Terminates instances with our tag and without a live record, and ends records whose instance is gone.
-async fn sweep(context: &Ec2Context, key: &PoolKey) -> Result<(), AwsError> {
-    let (now, mut failures) = (Timestamp::now(), FirstError::default());
-    let described = context.machines.of_pool(&context.shared.settings.cluster_name, key).await?;
-    let orphans: Vec<_> = described
-        .iter()
-        .filter(|d| !d.gone)
-        .filter(|d| match context.ledger.get(&d.id) {
-            Some(machine) => machine.record.state == State::Terminated,
-            None => d.launched_at.is_none_or(|launched| now.duration_since(launched) > ORPHAN_AGE),
-        })
-        .map(|d| d.id.clone())
-        .take(MAX_ENDS)
-        .collect();
-    if !orphans.is_empty() {
-        tracing::warn!(?orphans, "terminating orphaned instances");
-        failures.note(context.machines.terminate(&orphans).await);
-    }
-    let mut ends = 0;
-    for machine in context.ledger.of_pool(key) {
-        let instance = described.iter().find(|described| described.id == machine.record.instance_id);
-        let state = instance.map(|instance| Ec2State { gone: instance.gone, reclaimed: instance.reclaimed });
-        if let Some((reason, why)) = lost(&machine, state, now)
-            && ends < MAX_ENDS
-        {
-            ends += 1;
-            failures.note(context.end_instance(&machine.record.instance_id, reason, why).await);
-        }
-    }
-    failures.first()
 }

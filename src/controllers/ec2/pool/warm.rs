@@ -80,13 +80,14 @@ fn wanted(
         return Err(problem);
     }
     let now = Timestamp::now();
+    let is_booting = !context.ledger.find(key, warm::is_booting).is_empty();
     let failed = context.pools.failed_boots(key, pool.metadata.generation);
-    if failed.as_ref().is_some_and(|failed| now < failed.next_launch()) {
+    if failed.as_ref().is_some_and(|failed| !failed.may_launch(is_booting, now)) {
         return Ok(None);
     }
-    // One is enough to find out whether machines boot again.
     let most = if failed.is_some() { 1 } else { MAX_ORDER_SIZE };
-    let (token, limits) = (client_token(&format!("{}{now}", pool.uid().unwrap_or_default()), 0), context.limits(key, ec2.max_instances));
+    let (token, limits) =
+        (client_token(&format!("{}{now}", pool.uid().unwrap_or_default()), 0), context.limits(key, ec2.max_instances));
     let Some(room) = context.launch_room.reserve(key, &token, &limits, 1, missing.min(most)) else { return Ok(None) };
     let subnet_ids = match context.capacity_memory().order(&needs, &ec2.subnet_ids, false, now) {
         LaunchChoice::Ask { subnet_ids, .. } => subnet_ids,
