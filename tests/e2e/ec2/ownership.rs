@@ -11,7 +11,7 @@ use crate::fixture::{
     world::World,
 };
 
-/// I1, I2: a claim that was removed by force leaves its machine to nobody. A new claim of the same name gets runners of
+/// I1, I2: a claim that was removed by force leaves its machine without an owner. A new claim of that name gets runners of
 /// its own run, and the machine returns to the pool.
 pub async fn i1_claim_made_again_under_its_name_gets_its_own_machines(world: &World) -> Result<()> {
     let pool = Ec2Pool::new(world, json!({})).await?;
