@@ -3,10 +3,11 @@
 use std::{collections::HashSet, sync::Arc};
 
 use jiff::Timestamp;
-use kube::runtime::events::EventType;
+use kube::{Api, runtime::events::EventType};
 use paddock_core::{
-    api::{Ec2Pool, Queue, RunnerPool},
+    api::{Ec2Pool, Queue, RunnerClaim, RunnerPool},
     ec2::{
+        claim::claim_ref,
         machine::Machine,
         pool_status::PoolProblem,
         upkeep::{Upkeep, is_abandoned, is_forgotten, upkeep},
@@ -84,7 +85,7 @@ pub(super) async fn keep_up(
             failures.note(context.ledger.forget(&record.instance_id).await);
         }
     }
-    failures.note(reclaim(context, pool, ec2, key, &abandoned).await);
+    failures.note(reclaim(context, pool, ec2, key, abandoned).await);
     failures.note(return_to_pool(context, key, returning, queues).await);
     failures.note(pool_warm(context, key, warming, ec2, queues).await);
     failures.note(renew(context, key, renewed, ec2, queues).await);
@@ -94,24 +95,35 @@ pub(super) async fn keep_up(
 }
 
 /// Returns machines whose claim does not exist, as the claim would have done. Without a token to deregister they end.
+/// The API server is asked once more: the cache of a new leader may be older than the claim.
 async fn reclaim(
     context: &Ec2Context,
     pool: &RunnerPool,
     ec2: &Ec2Pool,
     key: &PoolKey,
-    abandoned: &[Machine],
+    mut abandoned: Vec<Machine>,
 ) -> Result<(), AwsError> {
-    for machine in abandoned {
+    let claims: Api<RunnerClaim> = Api::namespaced(context.shared.client.clone(), &key.namespace);
+    let names: HashSet<_> = abandoned.iter().map(|machine| machine.record.claim.clone()).collect();
+    for name in names {
+        let is_gone = match claims.get_opt(&name).await {
+            Ok(claim) => claim.is_none_or(|claim| !abandoned.iter().any(|it| it.record.serves(claim_ref(&claim)))),
+            // The next upkeep tries again.
+            Err(_) => false,
+        };
+        abandoned.retain(|machine| is_gone || machine.record.claim != name);
+    }
+    for machine in &abandoned {
         let Instance { instance_id, claim, .. } = &machine.record;
         let note = format!("{instance_id}: its claim {claim} does not exist any more");
         tracing::warn!(pool = %key, instance = instance_id, claim, "machine reclaimed: its claim does not exist");
         context.shared.events.record(pool, EventType::Warning, "Refresh", "WorkerReclaimed", note);
     }
-    match context.give_back(&key.namespace, ec2, abandoned).await? {
+    match context.give_back(&key.namespace, ec2, &abandoned).await? {
         Returned::Done => Ok(()),
         Returned::NoToken(Outage::NoCredentials(why)) => {
             let why = format!("its claim does not exist, and its runner cannot leave GitHub: {why}");
-            context.end_unreleased(abandoned, &why).await
+            context.end_unreleased(&abandoned, &why).await
         }
         // The next upkeep tries again.
         Returned::NoToken(Outage::GitHub(error)) => {
