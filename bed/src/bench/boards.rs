@@ -1,6 +1,8 @@
 //! Boards: the time from a job's webhook to its pod on one of 300 simulated nodes, for single jobs and bursts; the
 //! calls to GitHub; and the operator's own resource use.
 
+mod webhooks;
+
 use std::{
     collections::{BTreeMap, HashSet},
     fs,
@@ -15,7 +17,7 @@ use kube::{
     Api,
     api::{ApiResource, DynamicObject, GroupVersionKind, ListParams, ObjectMeta, Patch, PatchParams, PostParams},
 };
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::{
     Spread,
@@ -24,7 +26,7 @@ use super::{
 };
 use crate::{
     boards::Boards,
-    github::{self, Conclusion, Effect, Fault, GitHub, HookSource, JobRequest, Status, signature},
+    github::{self, Conclusion, Effect, Fault, GitHub, HookSource, JobRequest, Status},
     isolate::Isolated,
     kube::ControlPlane,
     kwok::SimulatedNodes,
@@ -46,6 +48,8 @@ const FINISHED_JOBS: usize = 10_000;
 const DEADLINE: Duration = Duration::from_secs(300);
 /// How often conditions are checked; measured times come from the watch.
 const POLL_PAUSE: Duration = Duration::from_millis(5);
+/// Without a write for so long, nothing is left to do: the longest planned delay of a status is 3 s.
+const SETTLED_PERIOD: Duration = Duration::from_secs(4);
 const MINUTE: Duration = Duration::from_secs(60);
 const IDLE_PERIOD: Duration = Duration::from_secs(30);
 
@@ -155,11 +159,13 @@ impl Bench {
                 self.github.fault(Fault { method: None, path: "*".into(), skip: 0, times: None, effect: slow });
             }
             let mut found = Delayed { delay, ..Delayed::default() };
+            self.until_settled().await?;
             progress(&format!("GitHub answers after {delay} ms: one job at a time …"));
             found.single = self.singles().await?;
             progress("100 jobs, and one more at a time …");
             let active = self.burst(100).await?;
             self.until_taken(&active.jobs).await?;
+            self.until_settled().await?;
             found.single_among_100 = self.singles().await?;
             if delay == 0 {
                 progress("a minute of 100 healthy jobs …");
@@ -170,10 +176,12 @@ impl Bench {
                 report.writes_a_minute = since(&before, writes(&self.kube).await?);
             }
             self.finish(&active.jobs).await?;
+            self.until_settled().await?;
             progress("a burst of 100 …");
             let hundred = self.burst(100).await?;
             found.burst_100 = hundred.last;
             self.finish(&hundred.jobs).await?;
+            self.until_settled().await?;
             progress("a burst of 300 …");
             self.github.reset_calls();
             let before = writes(&self.kube).await?;
@@ -184,6 +192,7 @@ impl Bench {
                 report.memory_300 = self.operator()?.memory()?;
             }
             self.finish(&all.jobs).await?;
+            self.until_settled().await?;
             found.calls = self.calls();
             found.writes = since(&before, writes(&self.kube).await?);
             report.delayed.push(found);
@@ -280,6 +289,19 @@ impl Bench {
         .await
     }
 
+    /// Waits until nothing is written any more: what follows is measured alone, not beside the end of what came before.
+    async fn until_settled(&self) -> Result<()> {
+        let start = Instant::now();
+        loop {
+            let before = writes(&self.kube).await?;
+            tokio::time::sleep(SETTLED_PERIOD).await;
+            if since(&before, writes(&self.kube).await?).is_empty() {
+                return Ok(());
+            }
+            ensure!(start.elapsed() < DEADLINE, "the API server is written to without end");
+        }
+    }
+
     /// Calls to GitHub since the last reset, by route; webhooks are not included.
     fn calls(&self) -> BTreeMap<String, u64> {
         let mut calls = BTreeMap::new();
@@ -287,43 +309,6 @@ impl Bench {
             *calls.entry(format!("{} {}", call.method, call.route)).or_default() += call.count;
         }
         calls
-    }
-
-    /// Deliveries per second: of jobs that become claims, of known jobs, and of jobs that no pool serves.
-    async fn webhooks(&self, report: &mut Report) -> Result<()> {
-        let delivery =
-            self.github.deliveries().into_iter().rfind(|delivery| delivery.action.as_deref() == Some("queued"));
-        let body: Value = serde_json::from_str(&delivery.context("a job was queued")?.body)?;
-        let client = reqwest::Client::new();
-        let url = format!("{}/webhook", self.operator()?.url());
-        let rate = async |bodies: Vec<Value>| {
-            let signed = bodies.iter().map(Value::to_string).map(|body| (signature(SECRET, body.as_bytes()), body));
-            let signed: Vec<_> = signed.collect();
-            let start = Instant::now();
-            let answers = stream::iter(signed).map(|(signature, body)| {
-                let request = client.post(&url).header("x-hub-signature-256", signature).body(body);
-                let request = request.header("content-type", "application/json");
-                let request = request.header("x-github-event", "workflow_job");
-                async move { request.send().await.is_ok_and(|answer| answer.status().is_success()) }
-            });
-            let accepted = answers.buffer_unordered(64).filter(|accepted| std::future::ready(*accepted)).count().await;
-            accepted as f64 / start.elapsed().as_secs_f64()
-        };
-        let job = |id: u64, labels: &[&str]| {
-            let mut body = body.clone();
-            body["workflow_job"]["id"] = json!(id);
-            body["workflow_job"]["labels"] = json!(labels);
-            body
-        };
-        let foreign = rate((0..4000).map(|id| job(1 << 40 | id, &["ubuntu-latest"])).collect()).await;
-        let old = body["workflow_job"]["id"].as_u64().context("a job has a number")?;
-        let known = rate((0..4000).map(|_| job(old, &[LABEL])).collect()).await;
-        let new: Vec<u64> = (0..2000).map(|id| 1 << 41 | id).collect();
-        let before = self.operator()?.cpu()?;
-        let made = rate(new.iter().map(|id| job(*id, &[LABEL])).collect()).await;
-        report.cpu_per_job = (self.operator()?.cpu()? - before) / new.len() as u32;
-        report.webhooks = [made, known, foreign];
-        Ok(())
     }
 
     /// Creates finished claims and as many workers, and restarts the operator so that it reads them.

@@ -178,8 +178,7 @@ pub struct Release {
 impl Bench {
     async fn pool(&self, name: &str, changes: Value) -> Result<()> {
         // On a slow machine the bed may exceed the default registration timeout.
-        let mut ec2 =
-            json!({ "lifetimes": { "idle": "2h", "maxRuntime": "2h" }, "timeouts": { "registration": "60s" } });
+        let mut ec2 = json!({ "lifetimes": { "idle": "2h", "maxRuntime": "2h" }, "timeouts": { "registration": "60s", "heartbeat": "60s" } });
         if let (Value::Object(ec2), Value::Object(changes)) = (&mut ec2, changes) {
             ec2.extend(changes);
         }

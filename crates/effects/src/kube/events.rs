@@ -16,7 +16,7 @@ use crate::lock;
 /// Events queued while the API server is unavailable; further ones are dropped and logged.
 const EVENT_BACKLOG: usize = 4096;
 /// Events published in one turn of the background lane.
-const EVENTS_PER_TURN: usize = 64;
+const EVENTS_PER_TURN: usize = 16;
 
 /// The longest note that the API server accepts, in bytes (`NoteLengthLimit`, pkg/apis/core/validation/events.go).
 const NOTE_MAX: usize = 1024;

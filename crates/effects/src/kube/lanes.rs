@@ -2,12 +2,12 @@
 //!
 //! Every request is in one of two lanes. Urgent are those that a job waits for: finalizers, claims, orders, final
 //! statuses, statuses of EC2 pools, Secrets and pods. Background are those that only report: progress statuses, Workers
-//! that mirror machines, statuses of board pools, and Events. A background request waits until no urgent request or
-//! section is open, at most [`BACKGROUND_DELAY_MAX`]; then it is one of [`BACKGROUND_REQUESTS`] that are sent at a time. So
-//! it is delayed, never skipped.
+//! that mirror machines, statuses of board pools, and Events. At most [`BACKGROUND_REQUESTS`] background requests are
+//! sent at a time, each when no urgent request or section has been open for [`CALM`]. After [`BACKGROUND_DELAY_MAX`] they
+//! are sent anyway, one at a time. So a background request is delayed, never skipped.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, Mutex},
     task::{Context, Poll},
     time::Duration,
 };
@@ -16,12 +16,17 @@ use futures::{FutureExt, future::BoxFuture};
 use kube::{Client, client::Body};
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, watch},
-    time::timeout,
+    time::{Instant, sleep_until, timeout_at},
 };
 use tower::{BoxError, Service};
 
+use crate::lock;
+
 /// Maximum delay of a background request by urgent ones. Short, so that Workers show a Ready claim within a second.
 pub const BACKGROUND_DELAY_MAX: Duration = Duration::from_millis(500);
+/// How long after the last urgent request a background request waits for the next one: the requests of a job follow each
+/// other within this time.
+const CALM: Duration = Duration::from_millis(30);
 /// Concurrent background requests: few, so that urgent ones that arrive meanwhile are answered soon.
 pub const BACKGROUND_REQUESTS: usize = 4;
 
@@ -31,14 +36,20 @@ pub struct Lanes(Arc<State>);
 struct State {
     /// The number of open urgent requests and sections. Only zero is notified: there may be many waiting.
     urgent: watch::Sender<usize>,
+    /// When that number last became zero.
+    calm_since: Mutex<Instant>,
     background: Arc<Semaphore>,
+    /// For the one that is sent while urgent requests are open.
+    overdue: Arc<Semaphore>,
 }
 
 impl Default for Lanes {
     fn default() -> Self {
         Self(Arc::new(State {
             urgent: watch::Sender::new(0),
+            calm_since: Mutex::new(Instant::now()),
             background: Arc::new(Semaphore::new(BACKGROUND_REQUESTS)),
+            overdue: Arc::new(Semaphore::new(1)),
         }))
     }
 }
@@ -58,6 +69,9 @@ impl Drop for UrgentGuard {
     fn drop(&mut self) {
         self.0.0.urgent.send_if_modified(|open| {
             *open -= 1;
+            if *open == 0 {
+                *lock(&self.0.0.calm_since) = Instant::now();
+            }
             *open == 0
         });
     }
@@ -73,12 +87,30 @@ impl Lanes {
         UrgentGuard(self.clone())
     }
 
-    /// Waits for the turn of a background request. It ends when the permit is dropped.
-    async fn background(&self) -> Option<OwnedSemaphorePermit> {
+    /// Waits for the turn of a background request. It ends when the permits are dropped.
+    async fn background(&self) -> Permits {
+        let deadline = Instant::now() + BACKGROUND_DELAY_MAX;
+        // The semaphores are never closed.
+        let background = self.0.background.clone().acquire_owned().await.ok();
+        let overdue = match timeout_at(deadline, self.calm()).await {
+            Ok(()) => None,
+            Err(_) => self.0.overdue.clone().acquire_owned().await.ok(),
+        };
+        Permits { _background: background, _overdue: overdue }
+    }
+
+    /// Waits until no urgent request has been open for [`CALM`].
+    async fn calm(&self) {
         let mut urgent = self.0.urgent.subscribe();
-        let _ = timeout(BACKGROUND_DELAY_MAX, urgent.wait_for(|open| *open == 0)).await;
-        // The semaphore is never closed.
-        self.0.background.clone().acquire_owned().await.ok()
+        loop {
+            // The sender is in `self`.
+            let _ = urgent.wait_for(|open| *open == 0).await;
+            let until = *lock(&self.0.calm_since) + CALM;
+            if until <= Instant::now() {
+                return;
+            }
+            sleep_until(until).await;
+        }
     }
 
     /// Sends requests to `inner` in this lane.
@@ -101,7 +133,12 @@ pub struct Background {
 pub struct Turn {
     /// Sends without further delay.
     pub client: Client,
-    _permit: Option<OwnedSemaphorePermit>,
+    _permits: Permits,
+}
+
+struct Permits {
+    _background: Option<OwnedSemaphorePermit>,
+    _overdue: Option<OwnedSemaphorePermit>,
 }
 
 impl Background {
@@ -113,8 +150,8 @@ impl Background {
     /// Waits for a turn, which ends when it is dropped. What is written in it can be read after the wait, so that it is
     /// up to date.
     pub async fn turn(&self) -> Turn {
-        let permit = self.lanes.background().await;
-        Turn { client: self.in_turn.clone(), _permit: permit }
+        let permits = self.lanes.background().await;
+        Turn { client: self.in_turn.clone(), _permits: permits }
     }
 }
 
@@ -143,7 +180,7 @@ impl Service<http::Request<Body>> for LaneService {
                     inner.send(request).await
                 }
                 Lane::Background => {
-                    let _permit = lanes.background().await;
+                    let _permits = lanes.background().await;
                     inner.send(request).await
                 }
                 Lane::InTurn => inner.send(request).await,
@@ -182,11 +219,23 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_background_request_waits_between_the_urgent_ones_of_a_job() {
+        let lanes = Lanes::default();
+        // A busy machine may take longer than that between the two.
+        let waits = (0..100).any(|_| {
+            drop(lanes.urgent());
+            lanes.calm().now_or_never().is_none()
+        });
+        assert!(waits);
+        assert!(is_sent(&lanes, DEADLINE).await);
+    }
+
+    #[tokio::test]
     async fn few_background_requests_run_at_a_time() {
         let lanes = Lanes::default();
-        for urgent in [Some(lanes.urgent()), None] {
+        for (urgent, limit) in [(Some(lanes.urgent()), 1), (None, BACKGROUND_REQUESTS)] {
             let mut running = Vec::new();
-            for _ in 0..BACKGROUND_REQUESTS {
+            for _ in 0..limit {
                 running.push(lanes.background().await);
             }
             assert!(!is_sent(&lanes, 2 * BACKGROUND_DELAY_MAX).await);
