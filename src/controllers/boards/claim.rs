@@ -1,7 +1,8 @@
 //! Claims on board pools: their status and their release.
 
-use std::{sync::Arc, time::Duration};
+use std::{future::ready, sync::Arc, time::Duration};
 
+use futures::StreamExt;
 use jiff::Timestamp;
 use kube::{
     ResourceExt,
@@ -30,16 +31,19 @@ const FIRST_STATUS_DELAY: Duration = Duration::from_secs(3);
 
 pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
     let stores = &board.shared.stores;
-    let claim_of_worker = |worker: Arc<Worker>| {
-        let claim = &worker.spec.board.as_ref()?.claim;
-        Some(reference(&worker.namespace().unwrap_or_default(), claim))
+    let claims = stores.claims.store.clone();
+    let claim_of_worker = move |worker: Arc<Worker>| {
+        let claim = reference(&worker.namespace().unwrap_or_default(), &worker.spec.board.as_ref()?.claim);
+        Some(claim).filter(|claim| claims.get(claim).is_some_and(|claim| is_unfinished(&claim)))
     };
     let claims = stores.claims.store.clone();
     let open_claims = move |pool: Arc<RunnerPool>| -> Vec<_> {
         let open = claims.state_filter(|claim| claim.namespace() == pool.namespace() && is_open(claim));
         open.iter().map(|claim| ObjectRef::from_obj(&**claim)).collect()
     };
-    let controller = Controller::for_shared_stream(stores.claims.stream(), stores.claims.store.clone())
+    // There may be thousands of finished claims, for which nothing is left to do.
+    let unfinished = stores.claims.stream().filter(|claim| ready(is_unfinished(claim)));
+    let controller = Controller::for_shared_stream(unfinished, stores.claims.store.clone())
         // No limit: progress waits for its lane and must not block other claims.
         .with_config(Config::default().concurrency(0))
         .watches_shared_stream(stores.workers.stream(), claim_of_worker)
@@ -49,11 +53,15 @@ pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
     drive("board-claim", controller, board, metrics, stop, reconcile).await;
 }
 
+fn is_unfinished(claim: &RunnerClaim) -> bool {
+    claim.metadata.deletion_timestamp.is_some() || is_open(claim)
+}
+
 async fn reconcile(claim: Arc<RunnerClaim>, board: Arc<BoardContext>) -> Result<Next, Error> {
-    let deleted = claim.metadata.deletion_timestamp.is_some();
-    if !deleted && !is_open(&claim) {
+    if !is_unfinished(&claim) {
         return Ok(Next::AwaitChange);
     }
+    let deleted = claim.metadata.deletion_timestamp.is_some();
     let pools = board.shared.stores.pools.store.state();
     let in_namespace = pools.iter().filter(|pool| pool.namespace() == claim.namespace()).map(Arc::as_ref);
     let pool = match pool_selection::select(&claim, in_namespace) {

@@ -113,27 +113,8 @@ async fn reconcile(worker: Arc<Worker>, board: Arc<BoardContext>) -> Result<Next
     let action = worker::next(&worker, facts, keep, now);
     tracing::debug!(worker = name, ?action, "next action");
     let work = Work { board: &board, worker: &worker, spec: &spec, pool, pod: pod.as_deref(), name, namespace };
-    match action {
-        WorkerAction::Create => work.create().await,
-        WorkerAction::Mirror(observed) => work.mirror(observed, runner_facts, health.next).await,
-        WorkerAction::Fail(failure) => work.fail(failure).await,
-        WorkerAction::GiveUp(failure) => work.give_up(failure).await,
-        WorkerAction::Retire => work.retire().await,
-        WorkerAction::EndPod => work.end_pod().await,
-        WorkerAction::ForcePod => work.force_pod().await,
-        WorkerAction::Deregister => work.deregister().await,
-        WorkerAction::Remove => work.remove(unreachable).await,
-        WorkerAction::Delete | WorkerAction::Forget => {
-            objects::delete(&objects::api(&board.shared.client, &*worker), &work.name).await?;
-            Ok(Next::AwaitChange)
-        }
-        WorkerAction::DeletePod => {
-            objects::delete(&work.pods(), &work.name).await?;
-            Ok(Next::After(RESYNC_PERIOD))
-        }
-        WorkerAction::Wait(None) => Ok(Next::AwaitChange),
-        WorkerAction::Wait(Some(until)) => Ok(Next::At(until)),
-    }
+    // Boxed: thousands of reconciliations start at once, and most end here.
+    Box::pin(work.apply(action, unreachable, runner_facts, health.next)).await
 }
 
 impl BoardContext {
@@ -170,6 +151,36 @@ pub struct Work<'a> {
 }
 
 impl Work<'_> {
+    async fn apply(
+        &self,
+        action: WorkerAction,
+        unreachable: bool,
+        runner_facts: RunnerFacts,
+        next_check: Option<Timestamp>,
+    ) -> Result<Next, Error> {
+        match action {
+            WorkerAction::Create => self.create().await,
+            WorkerAction::Mirror(observed) => self.mirror(observed, runner_facts, next_check).await,
+            WorkerAction::Fail(failure) => self.fail(failure).await,
+            WorkerAction::GiveUp(failure) => self.give_up(failure).await,
+            WorkerAction::Retire => self.retire().await,
+            WorkerAction::EndPod => self.end_pod().await,
+            WorkerAction::ForcePod => self.force_pod().await,
+            WorkerAction::Deregister => self.deregister().await,
+            WorkerAction::Remove => self.remove(unreachable).await,
+            WorkerAction::Delete | WorkerAction::Forget => {
+                objects::delete(&objects::api(&self.board.shared.client, self.worker), &self.name).await?;
+                Ok(Next::AwaitChange)
+            }
+            WorkerAction::DeletePod => {
+                objects::delete(&self.pods(), &self.name).await?;
+                Ok(Next::After(RESYNC_PERIOD))
+            }
+            WorkerAction::Wait(None) => Ok(Next::AwaitChange),
+            WorkerAction::Wait(Some(until)) => Ok(Next::At(until)),
+        }
+    }
+
     pub fn pods(&self) -> Api<Pod> {
         Api::namespaced(self.board.shared.client.clone(), &self.namespace)
     }
