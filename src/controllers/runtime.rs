@@ -182,24 +182,30 @@ pub async fn every<F: Future<Output = Result<(), Error>>>(
     mut pass: impl FnMut() -> F,
 ) {
     let label = ControllerLabel { controller: name };
-    let mut failures = 0;
+    let failures = Failures::default();
     loop {
         metrics.reconciles.get_or_create(&label).inc();
         let outcome = tokio::select! {
             () = stop.cancelled() => return,
             outcome = pass() => outcome,
         };
-        match outcome {
-            Ok(()) => failures = 0,
-            Err(error) => {
-                failures += 1;
-                metrics.reconcile_errors.get_or_create(&label).inc();
-                tracing::warn!(controller = name, %error, "pass failed");
+        let count = match outcome {
+            Ok(()) => {
+                failures.clear(&name);
+                0
             }
-        }
+            Err(error) => {
+                metrics.reconcile_errors.get_or_create(&label).inc();
+                let (count, new) = failures.add(name, error.to_string());
+                if new {
+                    tracing::warn!(controller = name, %error, "pass failed");
+                }
+                count
+            }
+        };
         tokio::select! {
             () = stop.cancelled() => return,
-            () = tokio::time::sleep(pause(period, failures)) => {}
+            () = tokio::time::sleep(pause(period, count)) => {}
         }
     }
 }
