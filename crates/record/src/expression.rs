@@ -55,6 +55,12 @@ impl Transition {
                     });
                     values.insert(format!(":seen_{name}"), AttributeValue::S(text.to_owned()));
                 }
+                let same = "#claims = :seen_claims";
+                condition.push(match seen.claims {
+                    0 => format!("(attribute_not_exists(#claims) OR {same})"),
+                    _ => same.to_owned(),
+                });
+                values.insert(":seen_claims".to_owned(), AttributeValue::N(seen.claims.to_string()));
                 if self.requires_unexpired() {
                     condition.push("#threshold > :now".to_owned());
                     values.insert(":now".to_owned(), AttributeValue::S(stamp(now)));

@@ -29,10 +29,10 @@ fn evaluate(condition: &str, expression: &Expression, item: &Item) -> bool {
     }
     let [left, sign, right] = condition.split(' ').collect::<Vec<_>>()[..] else { panic!("{condition}") };
     let Some(left) = attribute(left) else { return false };
-    let (left, right) = (left.as_s().unwrap(), expression.values[right].as_s().unwrap());
+    let right = &expression.values[right];
     match sign {
         "=" => left == right,
-        ">" => left > right,
+        ">" => left.as_s().unwrap() > right.as_s().unwrap(),
         other => panic!("unknown comparison {other}"),
     }
 }

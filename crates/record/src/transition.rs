@@ -50,8 +50,9 @@ impl Transition {
         &self.next
     }
 
-    /// Whether the change may replace the stored record at `now`. State, run, claim and `leaving` must be as last seen,
-    /// because any two conflicting changes differ in one of these.
+    /// Whether the change may replace the stored record at `now`. State, run, claim, `leaving` and the number of claims
+    /// must be as last seen, because any two conflicting changes differ in one of these: the number, where a claim has
+    /// returned an instance and taken it again.
     pub fn holds(&self, stored: Option<&Instance>, now: Timestamp) -> bool {
         match (&self.seen, stored) {
             (None, stored) => stored.is_none(),
@@ -63,6 +64,7 @@ impl Transition {
                     && same(|instance| &instance.run_id)
                     && same(|instance| &instance.claim_uid)
                     && same(|instance| &instance.leaving)
+                    && stored.claims == seen.claims
                     && (unexpired || !self.requires_unexpired())
             }
         }

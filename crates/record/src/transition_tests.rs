@@ -53,7 +53,8 @@ pub(crate) fn records() -> Vec<Instance> {
             records.push(Instance { run_id: run_id.into(), leaving: leaving.into(), ..instance(*state) });
         }
         let another = Instance { claim_uid: "made-again".into(), leaving: String::new(), ..instance(*state) };
-        records.insert(0, another);
+        let never_claimed = Instance { claims: 0, leaving: String::new(), ..instance(*state) };
+        records.splice(0..0, [another, never_claimed]);
     }
     records
 }
@@ -205,7 +206,8 @@ fn i1_a_change_is_stored_only_over_what_it_was_made_from() {
             assert!(made.holds(Some(seen), now()), "{name}");
             assert!(!made.holds(None, now()), "{name}");
             for stored in records() {
-                let of = |it: &Instance| (it.state, it.run_id.clone(), it.claim_uid.clone(), it.leaving.clone());
+                let of =
+                    |it: &Instance| (it.state, it.run_id.clone(), it.claim_uid.clone(), it.leaving.clone(), it.claims);
                 let same = of(&stored) == of(seen);
                 assert_eq!(made.holds(Some(&stored), now()), same, "{name} {stored:?}");
             }
