@@ -17,6 +17,10 @@ use paddock_effects::lock;
 /// How long a failed launch counts, unless the pool is edited or a later launch succeeds.
 const LAUNCH_MEMORY: Duration = Duration::from_secs(300);
 
+/// How soon GitHub is asked again about credentials, after it accepted and after it refused them.
+const ACCEPTED_MEMORY: Duration = Duration::from_secs(300);
+const REFUSED_MEMORY: Duration = Duration::from_secs(30);
+
 #[derive(Default)]
 pub struct PoolMemory {
     /// Why the last reload of the ledger failed, which concerns every pool.
@@ -31,6 +35,7 @@ struct Memory {
     sweep_problem: Option<PoolProblem>,
     failed_launch: Option<FailedLaunch>,
     failed_boots: Option<FailedBoots>,
+    credentials: Option<CredentialsCheck>,
     /// Machines whose idle message this leader has sent. The size of a queue is no substitute: it also counts obsolete
     /// messages.
     sent: HashSet<String>,
@@ -38,6 +43,13 @@ struct Memory {
 
 struct FailedLaunch {
     problem: PoolProblem,
+    generation: Option<i64>,
+    at: Instant,
+}
+
+/// Whether GitHub accepted the pool's credentials, or why not.
+struct CredentialsCheck {
+    answer: Result<(), String>,
     generation: Option<i64>,
     at: Instant,
 }
@@ -99,6 +111,25 @@ impl PoolMemory {
         let failed = pools.get(pool)?.failed_launch.as_ref()?;
         let age = failed.at.elapsed();
         (failed.generation == generation && age < LAUNCH_MEMORY).then(|| (failed.problem.clone(), age))
+    }
+
+    /// Stores GitHub's answer about the pool's credentials.
+    pub fn note_credentials(&self, pool: &PoolKey, generation: Option<i64>, answer: Result<(), String>) {
+        let check = CredentialsCheck { answer, generation, at: Instant::now() };
+        self.with(pool, |memory| memory.credentials = Some(check));
+    }
+
+    /// Makes the next reconciliation ask GitHub about the pool's credentials.
+    pub fn forget_credentials(&self, pool: &PoolKey) {
+        self.with(pool, |memory| memory.credentials = None);
+    }
+
+    /// GitHub's last answer about the credentials of this generation of the pool, unless it is to be asked again.
+    pub fn credentials(&self, pool: &PoolKey, generation: Option<i64>) -> Option<Result<(), String>> {
+        let pools = self.pools();
+        let check = pools.get(pool)?.credentials.as_ref()?;
+        let memory = if check.answer.is_ok() { ACCEPTED_MEMORY } else { REFUSED_MEMORY };
+        (check.generation == generation && check.at.elapsed() < memory).then(|| check.answer.clone())
     }
 
     /// A machine has failed after its launch.

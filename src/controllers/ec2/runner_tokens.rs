@@ -4,7 +4,11 @@
 use std::time::Duration;
 
 use futures::FutureExt;
-use paddock_core::{api::Ec2Pool, ec2::machine::Machine};
+use paddock_core::{
+    api::{Ec2Pool, PoolReason, RunnerPool},
+    ec2::{machine::Machine, pool_status::PoolProblem},
+    names::PoolKey,
+};
 use paddock_effects::{cache::ExpiringCache, github::credentials::CredentialsError};
 use secrecy::{ExposeSecret, SecretString};
 
@@ -71,12 +75,15 @@ impl Tokens {
 pub enum Outage {
     /// The Secret is missing or invalid, and has to be fixed by a user.
     NoCredentials(String),
+    /// GitHub does not accept the credentials.
+    Refused(String),
+    /// GitHub does not answer as it should.
     GitHub(String),
 }
 
 impl Outage {
     pub fn message(&self) -> &str {
-        let (Self::NoCredentials(message) | Self::GitHub(message)) = self;
+        let (Self::NoCredentials(message) | Self::Refused(message) | Self::GitHub(message)) = self;
         message
     }
 }
@@ -91,6 +98,34 @@ impl Ec2Context {
     ) -> Result<SecretString, Outage> {
         let (key, new) = self.new_token(namespace, pool, TokenKind::Registration);
         self.tokens.registration(claim_uid, key, new).await
+    }
+
+    /// Why the pool's machines could not register, where a user has to change something.
+    pub async fn credentials_problem(&self, pool: &RunnerPool, ec2: &Ec2Pool) -> Option<PoolProblem> {
+        let (key, generation) = (PoolKey::of(pool), pool.metadata.generation);
+        match self.shared.credentials.get(&key.namespace, &ec2.github.credentials_ref.name).await {
+            Ok(_) => {}
+            // The API server does not answer: nothing is known.
+            Err(CredentialsError::Unreadable { .. }) => return None,
+            Err(error) => {
+                self.pools.forget_credentials(&key);
+                return Some((PoolReason::CredentialsMissing, error.to_string()));
+            }
+        }
+        let answer = match self.pools.credentials(&key, generation) {
+            Some(answer) => answer,
+            None => {
+                let (token, new) = self.new_token(&key.namespace, ec2, TokenKind::Registration);
+                let answer = match self.tokens.share(token, new).await {
+                    Err(Outage::Refused(why)) => Err(why),
+                    // An outage is no refusal; claims report it.
+                    Ok(_) | Err(Outage::NoCredentials(_) | Outage::GitHub(_)) => Ok(()),
+                };
+                self.pools.note_credentials(&key, generation, answer.clone());
+                answer
+            }
+        };
+        answer.err().map(|why| (PoolReason::CredentialsRefused, why))
     }
 
     /// The token with which machines deregister.
@@ -118,7 +153,10 @@ impl Ec2Context {
                 TokenKind::Registration => shared.github.registration_token(&credentials, &scope).await,
                 TokenKind::Removal => shared.github.remove_token(&credentials, &scope).await,
             };
-            token.map_err(|error| Outage::GitHub(error.to_string()))
+            token.map_err(|error| match error.is_final() {
+                true => Outage::Refused(error.to_string()),
+                false => Outage::GitHub(error.to_string()),
+            })
         };
         (key, new)
     }

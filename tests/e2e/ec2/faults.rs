@@ -3,9 +3,12 @@
 use anyhow::{Context, Result, bail, ensure};
 use kube::api::{DeleteParams, Patch, PatchParams};
 use paddock::api::{ClaimPhase, FailureReason, RunnerClaimStatus, RunnerPool, RunnerPoolStatus};
-use paddock_bed::aws::{
-    InstanceState, Service,
-    faults::{Effect, Rule},
+use paddock_bed::{
+    aws::{
+        InstanceState, Service,
+        faults::{Effect, Rule},
+    },
+    stage::ORGANIZATION,
 };
 use paddock_record::{State, attribute};
 use serde_json::json;
@@ -150,4 +153,25 @@ pub async fn i2_machine_of_no_pool_is_terminated(world: &World) -> Result<()> {
     world.until_gone::<RunnerPool>(&pool.namespace, POOL).await?;
     pool.cloud.delete_record(&stray).await?;
     pool.until_running(&[]).await
+}
+
+/// A pool whose Secret is missing or refused by GitHub is not Ready, and says what to do.
+pub async fn pool_says_that_its_credentials_are_missing_or_refused(world: &World) -> Result<()> {
+    let github = json!({ "owner": ORGANIZATION, "credentialsRef": { "name": "other" } });
+    let pool = Ec2Pool::unready(world, json!({ "github": github })).await?;
+    pool.until_pool("without credentials", |status| pool_why(status).0 == "CredentialsMissing").await?;
+    let secret = |token: &str| {
+        json!({
+            "apiVersion": "v1", "kind": "Secret", "metadata": { "name": "other", "namespace": pool.namespace },
+            "stringData": { "github_token": token },
+        })
+        .to_string()
+    };
+    world.stage.kube.apply(&secret("mistyped")).await?;
+    pool.until_pool("refused by GitHub", |status| pool_why(status).0 == "CredentialsRefused").await?;
+    pool.until_event(POOL, "CredentialsRefused").await?;
+    let token = world.stage.github.personal_token(&[ORGANIZATION]);
+    world.stage.kube.apply(&secret(&token)).await?;
+    pool.until_pool("Ready", |status| pool_why(status).0 == "Ready").await?;
+    pool.clean_up().await
 }

@@ -106,12 +106,13 @@ async fn reclaim(
     let claims: Api<RunnerClaim> = Api::namespaced(context.shared.client.clone(), &key.namespace);
     let names: HashSet<_> = abandoned.iter().map(|machine| machine.record.claim.clone()).collect();
     for name in names {
-        let is_gone = match claims.get_opt(&name).await {
-            Ok(claim) => claim.is_none_or(|claim| !abandoned.iter().any(|it| it.record.serves(claim_ref(&claim)))),
+        let claim = claims.get_opt(&name).await;
+        abandoned.retain(|machine| match &claim {
+            _ if machine.record.claim != name => true,
+            Ok(claim) => claim.as_ref().is_none_or(|claim| !machine.record.serves(claim_ref(claim))),
             // The next upkeep tries again.
             Err(_) => false,
-        };
-        abandoned.retain(|machine| is_gone || machine.record.claim != name);
+        });
     }
     for machine in &abandoned {
         let Instance { instance_id, claim, .. } = &machine.record;
@@ -126,7 +127,7 @@ async fn reclaim(
             context.end_unreleased(&abandoned, &why).await
         }
         // The next upkeep tries again.
-        Returned::NoToken(Outage::GitHub(error)) => {
+        Returned::NoToken(Outage::GitHub(error) | Outage::Refused(error)) => {
             tracing::warn!(pool = %key, error, "no token to return abandoned machines with");
             Ok(())
         }
