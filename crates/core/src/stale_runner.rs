@@ -45,8 +45,7 @@ fn last_heartbeat(tracked: &Machine) -> Timestamp {
 }
 
 fn is_silent(tracked: &Machine, timeouts: &Ec2Timeouts) -> bool {
-    tracked.read_at.duration_since(last_heartbeat(tracked))
-        > SignedDuration::from(timeouts.heartbeat) + SILENT_AGENT_GRACE
+    tracked.silent > SignedDuration::from(timeouts.heartbeat) + SILENT_AGENT_GRACE
 }
 
 /// What GitHub's answer means for a doubtful machine. A busy or online runner and its machine are left alone.
@@ -101,7 +100,7 @@ mod tests {
     fn serving(silent_for: i64) -> Machine {
         let mut it = tracked(record("i-1", State::Running, RUN, at(0)));
         it.report.heartbeat = Some(beat(at(0)));
-        it.read_at = at(silent_for);
+        it.silent = SignedDuration::from_secs(silent_for);
         it
     }
 
@@ -113,7 +112,7 @@ mod tests {
         assert!(!is_doubtful(&serving(135), &timeouts));
         assert!(is_doubtful(&serving(136), &timeouts));
         for state in [State::Created, State::Idle, State::Claimed] {
-            let it = Machine { read_at: at(9999), ..tracked(record("i-1", state, RUN, at(0))) };
+            let it = Machine { silent: SignedDuration::from_secs(9999), ..tracked(record("i-1", state, RUN, at(0))) };
             assert!(!is_doubtful(&it, &timeouts), "{state}");
         }
     }

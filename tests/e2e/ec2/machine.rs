@@ -1,6 +1,6 @@
 //! Machines that fail, fall silent or are lost, and what reaches them of a pool's settings.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use paddock::api::{
     ClaimPhase, FailureReason, HeartbeatState, PoolReason, RunnerClaimStatus, RunnerPoolStatus, Worker,
 };
@@ -8,7 +8,7 @@ use paddock_record::{Signal, State};
 use serde_json::json;
 
 use crate::fixture::{
-    ec2_pool::{Ec2Pool, is_pooled, never_done, pool_why, why},
+    ec2_pool::{Ec2Pool, POOL, is_pooled, never_done, pool_why, why},
     world::World,
 };
 
@@ -83,6 +83,54 @@ pub async fn machine_that_does_not_register_for_its_run_is_replaced(world: &Worl
     let ready = pool.until_phase("build", ClaimPhase::Ready).await?;
     ensure!(ready.workers.len() == 1 && ready.workers[0].name != silent, "{ready:?}");
     pool.until_ended(&silent, FailureReason::RegistrationTimeout).await?;
+    pool.release("build").await?;
+    pool.clean_up().await
+}
+
+/// A pooled machine that fails beside a created one is replaced; the created one stays.
+pub async fn failed_machine_of_the_pool_is_replaced_beside_a_created_one(world: &World) -> Result<()> {
+    let settings = |warm: u32| json!({ "minIdle": warm, "maxInstances": 3, "timeouts": { "registration": "4s" } });
+    let pool = Ec2Pool::new(world, settings(1)).await?;
+    let silent = pool.the(State::Idle).await?;
+    pool.set(settings(0)).await?;
+    world.stage.machines.freeze(&silent)?;
+    pool.claim("build", "8621", json!({ "count": 2 })).await?;
+    let ordered =
+        |status: &RunnerClaimStatus| status.fleet.as_ref().is_some_and(|order| !order.instance_ids.is_empty());
+    let first = pool.until_claim("build", "with its first order", ordered).await?;
+    let created = first.fleet.context("the claim has a launch order")?.instance_ids;
+    let ready = pool.until_phase("build", ClaimPhase::Ready).await?;
+    let names: Vec<_> = ready.workers.iter().map(|worker| worker.name.clone()).collect();
+    ensure!(created.len() == 1 && names.contains(&created[0]) && !names.contains(&silent), "{created:?} {ready:?}");
+    pool.until_ended(&silent, FailureReason::RegistrationTimeout).await?;
+    pool.release("build").await?;
+    pool.clean_up().await
+}
+
+/// An idle machine whose heartbeat stops is terminated, and another one is kept warm instead.
+pub async fn idle_machine_that_died_is_replaced(world: &World) -> Result<()> {
+    let settings = json!({ "minIdle": 1, "maxInstances": 1, "timeouts": { "heartbeat": "20s" } });
+    let pool = Ec2Pool::new(world, settings).await?;
+    let dead = pool.the(State::Idle).await?;
+    world.stage.machines.freeze(&dead)?;
+    pool.until_ended(&dead, FailureReason::HeartbeatStale).await?;
+    pool.until_event(POOL, "WorkerEnded").await?;
+    let alive = async || Ok(pool.ids(State::Idle).await?.pop().filter(|id| *id != dead));
+    world.until_found("another machine is idle", alive).await?;
+    pool.clean_up().await
+}
+
+/// A machine that died in the pool is noticed by its heartbeat, long before its time to register has passed.
+pub async fn claimed_machine_that_died_is_replaced_before_its_time_to_register(world: &World) -> Result<()> {
+    let timeouts = json!({ "heartbeat": "20s", "registration": "30m" });
+    let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 2, "timeouts": timeouts })).await?;
+    pool.set(json!({ "maxInstances": 2, "timeouts": timeouts })).await?;
+    let dead = pool.the(State::Idle).await?;
+    world.stage.machines.freeze(&dead)?;
+    pool.claim("build", "8631", json!({})).await?;
+    let ready = pool.until_phase("build", ClaimPhase::Ready).await?;
+    ensure!(ready.workers.len() == 1 && ready.workers[0].name != dead, "{ready:?}");
+    pool.until_ended(&dead, FailureReason::HeartbeatStale).await?;
     pool.release("build").await?;
     pool.clean_up().await
 }

@@ -10,6 +10,17 @@ use crate::api::{Ec2Pool, Ec2Timeouts, FailureReason, head};
 /// How far the clocks of operator and instance may differ.
 const CLOCK_SKEW: SignedDuration = SignedDuration::from_secs(5);
 
+/// The skew of clocks that does no harm. Whether an agent is alive is measured with the operator's clock alone; an older
+/// heartbeat that a new leader finds is the only exception.
+pub const CLOCK_SKEW_MAX: SignedDuration = SignedDuration::from_mins(5);
+
+/// How often the heartbeats of all agents are read.
+pub const HEARTBEAT_READ_PERIOD: Duration = Duration::from_secs(2);
+
+/// The most that the time between two reads counts as silence: if it was longer, the table could not be read, and the
+/// agents could perhaps not write to it either.
+const READ_GAP_MAX: SignedDuration = SignedDuration::from_secs(4);
+
 /// How much of an agent's detail is shown. A machine may write anything there, up to DynamoDB's 400 KB.
 const DETAIL_MAX: usize = 1024;
 
@@ -36,11 +47,35 @@ const FEW_AWAITED: usize = 10;
 pub struct Machine {
     pub record: Instance,
     pub report: AgentReport,
-    /// When the report was read.
+    /// When its heartbeat was last read.
     pub read_at: Timestamp,
+    /// How long its heartbeat has been the same, by this operator's clock alone.
+    pub silent: SignedDuration,
 }
 
 impl Machine {
+    /// A machine that this operator has not read before. Its heartbeat counts as new unless it is older than clocks differ.
+    pub fn new(record: Instance, report: AgentReport, now: Timestamp) -> Self {
+        let age = report.heartbeat.as_ref().map(|beat| now.duration_since(beat.updated_at));
+        let silent = age.filter(|age| *age > CLOCK_SKEW_MAX).unwrap_or_default();
+        Self { record, report, read_at: now, silent }
+    }
+
+    /// Takes in the heartbeat as it was read at `now`. One that is missing counts as unchanged: a read that is not
+    /// consistent may miss it.
+    pub fn read_heartbeat(&mut self, found: Option<Heartbeat>, now: Timestamp) {
+        let gap = now.duration_since(self.read_at).clamp(SignedDuration::ZERO, READ_GAP_MAX);
+        let last = self.report.heartbeat.as_ref().map(|beat| beat.updated_at);
+        self.read_at = now;
+        match (found, last) {
+            (Some(found), last) if last != Some(found.updated_at) => {
+                (self.report.heartbeat, self.silent) = (Some(found), SignedDuration::ZERO);
+            }
+            (_, Some(_)) => self.silent += gap,
+            (_, None) => {}
+        }
+    }
+
     /// Whether the next action depends on the agent's report, so that it is read often.
     pub fn awaits_agent(&self) -> bool {
         match self.record.state {
@@ -93,9 +128,8 @@ impl Machine {
         }
     }
 
-    pub fn heartbeat_is_fresh(&self, timeouts: &Ec2Timeouts, now: Timestamp) -> bool {
-        let limit = SignedDuration::from(timeouts.heartbeat);
-        self.report.heartbeat.as_ref().is_some_and(|beat| now.duration_since(beat.updated_at) <= limit)
+    pub fn heartbeat_is_fresh(&self, timeouts: &Ec2Timeouts) -> bool {
+        self.report.heartbeat.is_some() && self.silent <= SignedDuration::from(timeouts.heartbeat)
     }
 
     pub(super) fn half_idle(&self, pool: &Ec2Pool, now: Timestamp) -> bool {
@@ -148,16 +182,22 @@ pub fn check(tracked: &Machine, timeouts: &Ec2Timeouts, now: Timestamp) -> Machi
         State::Claimed => timeouts.registration,
     };
     let run = record.run_id.as_str();
+    let dead = || {
+        let message = format!("it has sent no heartbeat for {}", timeouts.heartbeat);
+        MachineCheck::Failed(FailureReason::HeartbeatStale, message)
+    };
     let late = now.duration_since(record.updated_at) > SignedDuration::from(limit);
+    let fresh = tracked.heartbeat_is_fresh(timeouts);
     if tracked.signalled(Signal::Registered, run) {
-        if tracked.heartbeat_is_fresh(timeouts, now) {
-            return MachineCheck::Confirmed;
-        }
-        if late {
-            let message = format!("it registered, but its last heartbeat is older than {}", timeouts.heartbeat);
-            return MachineCheck::Failed(FailureReason::HeartbeatStale, message);
-        }
-        return MachineCheck::Waiting;
+        return match fresh {
+            true => MachineCheck::Confirmed,
+            false if late => dead(),
+            false => MachineCheck::Waiting,
+        };
+    }
+    // A machine that died in the pool does not cost its claim the whole time to register.
+    if record.state == State::Claimed && tracked.has_key() && !fresh {
+        return dead();
     }
     if tracked.signalled(Signal::RegistrationFailed, run) {
         let message = tracked.with_detail("its agent could not register with GitHub");

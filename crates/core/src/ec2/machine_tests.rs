@@ -34,7 +34,6 @@ fn each_failed_check_has_its_reason() {
     for (state, report, seconds, reason) in [
         (State::Claimed, silent.clone(), 11, RegistrationTimeout),
         (State::Claimed, with(Signal::RegistrationFailed, RUN), 1, RegistrationFailed),
-        (State::Claimed, with(Signal::Registered, RUN), 16, HeartbeatStale),
         (State::Created, silent.clone(), 181, ValidationTimeout),
         (State::Created, with(Signal::ScriptFailed, RUN), 1, PreRunnerFailed),
         (State::Created, with(Signal::RegistrationFailed, RUN), 1, RegistrationFailed),
@@ -47,6 +46,50 @@ fn each_failed_check_has_its_reason() {
             other => panic!("{state} after {seconds} s: {other:?}, not {reason:?}"),
         }
     }
+}
+
+#[test]
+fn a_machine_whose_heartbeat_stays_the_same_is_dead_whatever_its_clock_says() {
+    let key = KeyPair::generate().public();
+    for skew in [-290, 0, 290] {
+        let beat = |second| Some(Heartbeat { public_key: Some(key.clone()), ..beat(at(second + skew)) });
+        let report = AgentReport { heartbeat: beat(0), signal: None };
+        let mut it = Machine::new(record("i-1", State::Claimed, RUN, at(0)), report, at(0));
+        it.record.sealed = "sealed".into();
+        let timeouts = Ec2Timeouts { registration: crate::api::Duration::from_secs(600), ..pool().timeouts };
+        for second in [2, 4, 6] {
+            it.read_heartbeat(beat(second), at(second));
+            assert!(it.heartbeat_is_fresh(&timeouts));
+        }
+        for second in [8, 10, 12, 14, 16, 18, 20] {
+            it.read_heartbeat(beat(6), at(second));
+            assert_eq!(check(&it, &timeouts, at(second)), MachineCheck::Waiting, "{second} {skew}");
+        }
+        it.read_heartbeat(beat(6), at(22));
+        assert!(matches!(check(&it, &timeouts, at(22)), MachineCheck::Failed(FailureReason::HeartbeatStale, _)));
+        it.report.signal = Some(said(Signal::Registered, RUN));
+        assert_eq!(check(&it, &timeouts, at(22)), MachineCheck::Waiting, "it registered: it may beat again");
+        assert!(matches!(check(&it, &timeouts, at(601)), MachineCheck::Failed(FailureReason::HeartbeatStale, _)));
+        it.read_heartbeat(beat(23), at(24));
+        assert_eq!(check(&it, &timeouts, at(24)), MachineCheck::Confirmed);
+    }
+}
+
+#[test]
+fn time_without_reads_is_not_silence() {
+    let mut it = Machine::new(record("i-1", State::Idle, "", at(0)), AgentReport::default(), at(0));
+    it.read_heartbeat(Some(beat(at(0))), at(1));
+    it.read_heartbeat(Some(beat(at(0))), at(500));
+    assert!(it.heartbeat_is_fresh(&pool().timeouts), "the table could not be read: {}", it.silent);
+    it.read_heartbeat(None, at(501));
+    assert_eq!(it.report.heartbeat, Some(beat(at(0))), "a read may miss it");
+    let mut booting = tracked(record("i-1", State::Created, "", at(0)));
+    booting.read_heartbeat(None, at(3));
+    assert_eq!(booting.silent, SignedDuration::ZERO, "an agent that has not spoken yet is not silent");
+    let report = AgentReport { heartbeat: Some(beat(at(0))), signal: None };
+    let found = |second| Machine::new(record("i-1", State::Idle, "", at(0)), report.clone(), at(second));
+    assert!(found(300).heartbeat_is_fresh(&pool().timeouts), "clocks may differ by so much");
+    assert!(!found(301).heartbeat_is_fresh(&pool().timeouts), "a new leader finds an old heartbeat");
 }
 
 #[test]

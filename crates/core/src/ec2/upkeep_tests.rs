@@ -144,3 +144,19 @@ fn the_record_of_an_ended_machine_stays_for_its_retention_and_longer_while_its_r
     assert!(!is_forgotten(&ended, hour, at(3601)) && is_forgotten(&ended, hour, at(7201)));
     assert!(!is_forgotten(&record("i-2", State::Idle, "", at(0)), hour, at(9000)), "it lives");
 }
+
+#[test]
+fn an_idle_machine_that_is_silent_for_too_long_ends() {
+    let mut it = tracked(record("i-1", State::Idle, "", at(0)));
+    it.silent = SignedDuration::from_secs(99);
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave, "its heartbeat was not read yet");
+    it.report.heartbeat = Some(beat(at(0)));
+    assert!(matches!(upkeep(&it, &pool(), true, at(1)), Upkeep::End(FailureReason::HeartbeatStale, _)));
+    it.silent = SignedDuration::from(pool().timeouts.heartbeat);
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave);
+    it.silent = SignedDuration::from_secs(99);
+    it.record.leaving = RUN.into();
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave, "it has its own time limit");
+    it.record = record("i-1", State::Running, RUN, at(0));
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave, "it may be running a job");
+}

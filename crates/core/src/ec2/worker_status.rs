@@ -103,7 +103,7 @@ fn failure(record: &Instance) -> Option<Failure> {
 /// Whether the agent is alive and since when; a beat alone changes nothing, so that it causes no write.
 fn heartbeat(tracked: &Machine, pool: &Ec2Pool, old: Option<&WorkerStatus>) -> Option<Heartbeat> {
     let beat = tracked.report.heartbeat.as_ref()?;
-    let fresh = tracked.heartbeat_is_fresh(&pool.timeouts, tracked.read_at);
+    let fresh = tracked.heartbeat_is_fresh(&pool.timeouts);
     let state = if fresh { HeartbeatState::Fresh } else { HeartbeatState::Stale };
     let before = old.and_then(|old| old.heartbeat.as_ref()).filter(|before| before.state == state);
     Some(before.cloned().unwrap_or(Heartbeat { state, since: seconds(beat.updated_at) }))

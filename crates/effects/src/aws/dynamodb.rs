@@ -168,13 +168,20 @@ impl Records {
 
     /// Every instance of the cluster.
     pub async fn instances(&self) -> Result<Vec<Instance>, AwsError> {
-        Ok(self.query(entity::INSTANCE).await?.iter().map(Instance::from_item).collect())
+        Ok(self.query(entity::INSTANCE, true).await?.iter().map(Instance::from_item).collect())
     }
 
     /// The reports of all agents.
     pub async fn all_reports(&self) -> Result<HashMap<String, AgentReport>, AwsError> {
-        let (heartbeats, signals) = tokio::try_join!(self.query(entity::HEARTBEAT), self.query(entity::SIGNAL))?;
+        let (heartbeats, signals) =
+            tokio::try_join!(self.query(entity::HEARTBEAT, true), self.query(entity::SIGNAL, true))?;
         Ok(group_by_instance(heartbeats.into_iter().chain(signals)))
+    }
+
+    /// The heartbeats of all agents. One that is missed is read the next time.
+    pub async fn heartbeats(&self) -> Result<HashMap<String, Heartbeat>, AwsError> {
+        let reports = group_by_instance(self.query(entity::HEARTBEAT, false).await?.into_iter());
+        Ok(reports.into_iter().filter_map(|(id, report)| Some((id, report.heartbeat?))).collect())
     }
 
     /// The reports of the agents in `queries`.
@@ -205,7 +212,7 @@ impl Records {
     }
 
     /// All records of an entity. A page has about 4,500.
-    async fn query(&self, entity: &str) -> Result<Vec<Item>, AwsError> {
+    async fn query(&self, entity: &str, consistent: bool) -> Result<Vec<Item>, AwsError> {
         let mut items = Vec::new();
         let mut from = None;
         loop {
@@ -215,7 +222,7 @@ impl Records {
                 .table_name(&self.table)
                 .key_condition_expression("PK = :pk")
                 .expression_attribute_values(":pk", AttributeValue::S(format!("TYPE#{entity}")))
-                .consistent_read(true)
+                .consistent_read(consistent)
                 .set_exclusive_start_key(from);
             let answer = query.send().await.map_err(word("Query"))?;
             items.extend(answer.items.unwrap_or_default());

@@ -7,12 +7,12 @@ use std::{
 
 use jiff::{SignedDuration, Timestamp};
 use paddock_core::ec2::machine::{AgentReport, Machine, report_poll_delay};
-use paddock_record::{ClaimRef, State};
+use paddock_record::{ClaimRef, Heartbeat, State};
 
 use crate::aws::dynamodb::ReportQuery;
 
-/// Agents send a heartbeat every 5 s, so an older one has been replaced.
-const HEARTBEAT_REFRESH_AGE: SignedDuration = SignedDuration::from_secs(5);
+/// An agent that has been silent for so long may be dead; its pool decides.
+const SILENCE_REPORTED: SignedDuration = SignedDuration::from_secs(10);
 /// Polls that are due within this window are sent together.
 const POLL_BATCH_WINDOW: Duration = Duration::from_millis(5);
 
@@ -98,17 +98,33 @@ impl LedgerIndex {
     /// The agents to poll now.
     pub fn due(&self, now: Instant) -> Vec<ReportQuery> {
         let due = self.awaited.iter().filter(|(_, awaited)| awaited.next <= now + POLL_BATCH_WINDOW);
-        let stale = |report: &AgentReport| {
-            let old = Timestamp::now() - HEARTBEAT_REFRESH_AGE;
-            report.heartbeat.as_ref().is_none_or(|beat| beat.updated_at < old || beat.public_key.is_none())
-        };
-        let query = |id: &String| Some(ReportQuery { id: id.clone(), heartbeat: stale(&self.all.get(id)?.report) });
+        // The heartbeats of all agents are read anyway; here only the key counts.
+        let query =
+            |id: &String| Some(ReportQuery { id: id.clone(), heartbeat: self.all.get(id)?.public_key().is_none() });
         due.filter_map(|(id, _)| query(id)).collect()
     }
 
     /// When the next poll is due; none if no agent is awaited.
     pub fn next_poll(&self) -> Option<Instant> {
         self.awaited.values().map(|awaited| awaited.next).min()
+    }
+
+    /// Stores the heartbeats of all agents and returns the instances that are silent or have a new key.
+    pub fn update_heartbeats(&mut self, mut heartbeats: HashMap<String, Heartbeat>, now: Timestamp) -> Vec<Machine> {
+        let mut changed = Vec::new();
+        for (id, machine) in self.all.iter_mut().filter(|(_, machine)| machine.record.state != State::Terminated) {
+            let had_key = machine.public_key().is_some();
+            machine.read_heartbeat(heartbeats.remove(id), now);
+            if machine.silent >= SILENCE_REPORTED || machine.public_key().is_some() != had_key {
+                changed.push(machine.clone());
+            }
+        }
+        changed
+    }
+
+    /// Whether there are agents to hear from.
+    pub fn has_live(&self) -> bool {
+        self.all().any(|machine| machine.record.state != State::Terminated)
     }
 
     /// Stores the polled reports and returns the instances with a new signal or key. A heartbeat alone is not a change:
@@ -123,14 +139,13 @@ impl LedgerIndex {
         for query in queries {
             let Some(machine) = self.all.get_mut(&query.id) else { continue };
             let found = reports.remove(&query.id).unwrap_or_default();
-            let key = |report: &AgentReport| report.heartbeat.as_ref().map(|beat| beat.public_key.clone());
-            let new_key = query.heartbeat && key(&machine.report) != key(&found);
+            let had_key = machine.public_key().is_some();
             let new_signal = machine.report.signal != found.signal;
             machine.report.signal = found.signal;
             if query.heartbeat {
-                (machine.report.heartbeat, machine.read_at) = (found.heartbeat, Timestamp::now());
+                machine.read_heartbeat(found.heartbeat, Timestamp::now());
             }
-            if new_key || new_signal {
+            if new_signal || machine.public_key().is_some() != had_key {
                 changed.push(machine.clone());
             }
             if let Some(poll) = self.awaited.get_mut(&query.id) {
@@ -153,7 +168,7 @@ fn discard<K: std::hash::Hash + Eq>(index: &mut HashMap<K, BTreeSet<String>>, ke
 #[cfg(test)]
 mod tests {
     use paddock_core::fixtures::ec2::{at, beat, record, said, tracked};
-    use paddock_record::Signal;
+    use paddock_record::{KeyPair, Signal};
 
     use super::*;
 
@@ -218,8 +233,10 @@ mod tests {
         index.put(held("i-1", "a", State::Claimed), now);
         let both = [ReportQuery { id: "i-1".into(), heartbeat: true }];
         let with = |heartbeat, signal| HashMap::from([("i-1".to_owned(), AgentReport { heartbeat, signal })]);
-        assert_eq!(index.update(&both, with(Some(beat(at(1))), None), now).len(), 1);
-        assert_eq!(index.update(&both, with(Some(beat(at(2))), None), now).len(), 0);
+        let key = KeyPair::generate().public();
+        let beat = |second| Some(Heartbeat { public_key: Some(key.clone()), ..beat(at(second)) });
+        assert_eq!(index.update(&both, with(beat(1), None), now).len(), 1);
+        assert_eq!(index.update(&both, with(beat(2), None), now).len(), 0);
         let signal = Some(said(Signal::Registered, "7"));
         let one = [ReportQuery { id: "i-1".into(), heartbeat: false }];
         assert_eq!(index.update(&one, with(None, signal.clone()), now).len(), 1);

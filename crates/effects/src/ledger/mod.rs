@@ -110,9 +110,25 @@ impl Ledger {
         self.index().of_claim(&pool.to_string(), claim).cloned().collect()
     }
 
+    /// How many live instances a claim has.
+    pub fn count_held(&self, pool: &PoolKey, claim: ClaimRef) -> u32 {
+        let is_live = |machine: &&Machine| machine.record.state != State::Terminated;
+        self.index().of_claim(&pool.to_string(), claim).filter(is_live).count() as u32
+    }
+
     /// The instances of a pool that match `wanted`.
     pub fn find(&self, pool: &PoolKey, wanted: impl Fn(&Machine) -> bool) -> Vec<Machine> {
         self.index().of_pool(&pool.to_string()).filter(|machine| wanted(machine)).cloned().collect()
+    }
+
+    /// How many instances of a pool match `wanted`.
+    pub fn count(&self, pool: &PoolKey, wanted: impl Fn(&Machine) -> bool) -> u32 {
+        self.index().of_pool(&pool.to_string()).filter(|machine| wanted(machine)).count() as u32
+    }
+
+    /// The instances of a pool, without a copy. Nothing else can use the ledger meanwhile.
+    pub fn read_pool<T>(&self, pool: &PoolKey, read: impl FnOnce(&mut dyn Iterator<Item = &Machine>) -> T) -> T {
+        read(&mut self.index().of_pool(&pool.to_string()))
     }
 
     /// Notifies of every change in the ledger.
@@ -174,10 +190,9 @@ impl Ledger {
             for record in instances {
                 let found = reports.remove(&record.instance_id).unwrap_or_default();
                 gone.remove(&record.instance_id);
-                let fresh = Machine { report: found, record, read_at: Timestamp::now() };
-                let machine = match index.get(&fresh.record.instance_id) {
-                    Some(ours) => newest(ours.clone(), fresh),
-                    None => fresh,
+                let machine = match index.get(&record.instance_id) {
+                    Some(ours) => newest(ours.clone(), record, found),
+                    None => Machine::new(record, found, Timestamp::now()),
                 };
                 touched.push(machine.record.clone());
                 index.put(machine, now);
@@ -236,11 +251,11 @@ impl Ledger {
     fn store_outcome(&self, outcome: &WriteOutcome) {
         if let WriteOutcome::Won(record) | WriteOutcome::Lost(Some(record)) = outcome {
             let mut index = self.index();
-            let (report, read_at) = match index.get(&record.instance_id) {
-                Some(machine) => (machine.report.clone(), machine.read_at),
-                None => (AgentReport::default(), Timestamp::now()),
+            let machine = match index.get(&record.instance_id) {
+                Some(machine) => Machine { record: record.clone(), ..machine.clone() },
+                None => Machine::new(record.clone(), AgentReport::default(), Timestamp::now()),
             };
-            index.put(Machine { record: record.clone(), report, read_at }, Instant::now());
+            index.put(machine, Instant::now());
             drop(index);
             self.record_changed(record);
             self.poll_wakeup.notify_one();
@@ -279,6 +294,17 @@ impl Ledger {
         if urgent.is_some() != awaits_warm_agents {
             *urgent = awaits_warm_agents.then(|| self.lanes.urgent());
         }
+    }
+
+    /// Reads the heartbeats of all agents.
+    pub async fn read_heartbeats(&self) -> Result<(), AwsError> {
+        if !self.is_loaded() || !self.index().has_live() {
+            return Ok(());
+        }
+        let heartbeats = self.records.heartbeats().await?;
+        let changed = self.index().update_heartbeats(heartbeats, Timestamp::now());
+        changed.iter().for_each(|machine| self.report_changed(machine));
+        Ok(())
     }
 
     /// Polls the reports of awaited agents until `stop`; sleeps while none is awaited.
@@ -330,11 +356,14 @@ impl Ledger {
     }
 }
 
-/// The newer record and signal of both: a write or a poll may have completed during the reload.
-fn newest(ours: Machine, read: Machine) -> Machine {
-    let signal = |report: &AgentReport| report.signal.as_ref().map(|signal| signal.updated_at);
-    let newer = signal(&ours.report) > signal(&read.report);
-    let report = AgentReport { signal: if newer { ours.report.signal } else { read.report.signal }, ..read.report };
-    let record = if ours.record.updated_at > read.record.updated_at { ours.record } else { read.record };
-    Machine { record, report, read_at: read.read_at }
+/// Our machine with the newer record and signal of both: a write or a poll may have completed during the reload.
+fn newest(mut ours: Machine, record: Instance, report: AgentReport) -> Machine {
+    if report.signal.as_ref().map(|read| read.updated_at) >= ours.report.signal.as_ref().map(|own| own.updated_at) {
+        ours.report.signal = report.signal;
+    }
+    if record.updated_at >= ours.record.updated_at {
+        ours.record = record;
+    }
+    ours.read_heartbeat(report.heartbeat, Timestamp::now());
+    ours
 }
