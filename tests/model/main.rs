@@ -28,10 +28,12 @@
 //! missing heartbeats, the pool's size and deletion, and two claims of one run are not modelled. A message has no
 //! threshold of its own: an outdated one is as valid as its record.
 //!
-//! **Rules found by the checker.** It found three violations of the invariants. The code now prevents them, and the
-//! mutants `ForgetsLeaving`, `KeepsSurplus` and `RestoresByCount` restore the old behaviour:
+//! **Rules found by the checker.** It found four violations of the invariants. The code now prevents them, and the
+//! mutants `ForgetsLeaving`, `ForgetsClaims`, `KeepsSurplus` and `RestoresByCount` restore the old behaviour:
 //! - a write also checks `leaving`. Otherwise a late renewal, or a late write that clears `leaving`, undoes an earlier
 //!   release, and the machine is claimable while it is still registered;
+//! - a write also checks how many claims a machine has been assigned to. Otherwise, where a claim returns a machine and
+//!   takes it again, a late write that clears the first `leaving` clears the second, with the same result;
 //! - a claim releases machines beyond its count. Otherwise a claim that a former leader's last write served twice
 //!   waits for thresholds, or is Ready with one too many;
 //! - a leader sends a message for each idle machine for which it has not sent one yet. Otherwise an obsolete message
@@ -57,6 +59,7 @@ const NO_FAULTS: Faults = Faults { crashes: 0, messages: 0, ticks: 0, kills: 0 }
 const REUSE: Protocol = Protocol {
     machines: [Pooled, Never],
     counts: [1, 1],
+    max: 2,
     deletable: 2,
     keep_warm: false,
     faults: Faults { crashes: 1, messages: 1, ..NO_FAULTS },
@@ -79,6 +82,10 @@ const WARM: Protocol = Protocol {
     faults: Faults { crashes: 1, ticks: 1, ..NO_FAULTS },
     ..REUSE
 };
+
+/// Two claims, each for every machine of a full pool.
+const COMPETE: Protocol =
+    Protocol { machines: [Pooled, Pooled], counts: [2, 2], faults: Faults { crashes: 1, ..NO_FAULTS }, ..REUSE };
 
 fn holds(protocol: Protocol) {
     let checker = protocol.checker().finish_when(HasDiscoveries::AnyFailures).spawn_bfs().join();
@@ -112,6 +119,18 @@ fn machines_go_from_claim_to_claim_whatever_dies_or_comes_twice() {
 #[test]
 fn two_claims_race_for_two_machines() {
     holds(Protocol { machines: [Pooled, Pooled], faults: Faults { messages: 1, ..NO_FAULTS }, ..REUSE });
+}
+
+#[test]
+fn of_two_claims_for_too_few_machines_one_is_served_and_one_holds_nothing() {
+    holds(COMPETE);
+    holds(Protocol { machines: [Pooled, Absent], ..COMPETE });
+    holds(Protocol { machines: [Pooled, Never], counts: [1, 1], max: 1, ..COMPETE });
+}
+
+#[test]
+fn i5_two_claims_that_hold_half_of_what_each_needs_wait_for_ever() {
+    breaks(Protocol { mutant: Mutant::HoldsWhileItWaits, ..COMPETE }, CONVERGES);
 }
 
 #[test]
@@ -170,6 +189,11 @@ fn i2_without_a_sweep_a_crash_after_create_fleet_leaks_a_machine() {
 fn i1_a_late_renewal_undoes_a_release_unless_it_names_the_leaving_it_saw() {
     breaks(Protocol { mutant: Mutant::ForgetsLeaving, faults: Faults { ticks: 1, ..NO_FAULTS }, ..WARM }, OWNER);
     breaks(Protocol { mutant: Mutant::ForgetsLeaving, faults: Faults { crashes: 1, ..NO_FAULTS }, ..REUSE }, OWNER);
+}
+
+#[test]
+fn i1_a_late_write_undoes_the_second_release_of_a_claim_unless_it_names_the_assignment() {
+    breaks(Protocol { mutant: Mutant::ForgetsClaims, ..COMPETE }, OWNER);
 }
 
 #[test]

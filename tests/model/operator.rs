@@ -8,11 +8,12 @@ use paddock_core::{
     api::{ClaimPhase, Ec2Pool, FINALIZER, LaunchOrder, LaunchTemplate, RunnerClaim, RunnerClaimSpec, UsageClass},
     ec2::{
         capacity_memory::CapacityMemory,
-        claim::{Applied, ClaimAction, ClaimFacts, LaunchOptions, PoolView, Supply, decide, surplus},
+        claim::{Applied, ClaimAction, ClaimFacts, PoolView, Supply, decide, surplus},
         machine::{AgentReport, Machine as Ec2Machine},
         matching::{Availability, EMPTY_POLLS, Exhaustion, Pickup, pick},
         requirements::Requirements,
         upkeep::{Upkeep, upkeep},
+        waiting_line::{Obstacle, OpenClaim, Stock, admit_last},
     },
 };
 use paddock_record::{Heartbeat, IdleMessage, KeyPair, PublicKey, State, WorkerSignal};
@@ -23,14 +24,17 @@ use crate::{
     world::*,
 };
 
-static POOL: LazyLock<Ec2Pool> = LazyLock::new(|| {
-    serde_json::from_value(serde_json::json!({
-        "amiId": "ami-1", "instanceProfile": "runner", "securityGroupIds": ["sg-1"], "subnetIds": ["subnet-1"],
-        "runnerVersion": "2.330.0", "agent": { "url": "https://example.com/agent", "sha256": "0" },
-        "resourceClasses": [{ "name": "medium", "cpu": 2, "memoryMiB": 4096 }],
-        "github": { "owner": "acme", "credentialsRef": { "name": "github" } },
-    }))
-    .unwrap()
+/// By `maxInstances`.
+static POOLS: LazyLock<[Ec2Pool; MACHINES + 1]> = LazyLock::new(|| {
+    std::array::from_fn(|max| {
+        serde_json::from_value(serde_json::json!({
+            "amiId": "ami-1", "instanceProfile": "runner", "securityGroupIds": ["sg-1"], "subnetIds": ["subnet-1"],
+            "runnerVersion": "2.330.0", "agent": { "url": "https://example.com/agent", "sha256": "0" },
+            "resourceClasses": [{ "name": "medium", "cpu": 2, "memoryMiB": 4096 }], "maxInstances": max,
+            "github": { "owner": "acme", "credentialsRef": { "name": "github" } },
+        }))
+        .unwrap()
+    })
 });
 static SPEC: LazyLock<RunnerClaimSpec> =
     LazyLock::new(|| serde_json::from_value(serde_json::json!({ "pool": "linux", "runId": "1" })).unwrap());
@@ -46,11 +50,8 @@ static KEY: LazyLock<PublicKey> = LazyLock::new(|| KeyPair::generate().public())
 fn tracked(id: usize, record: &Record, machine: &Machine) -> Ec2Machine {
     let beat = Heartbeat { instance_id: String::new(), updated_at: NOW, public_key: Some(KEY.clone()) };
     let signal = |(signal, run)| WorkerSignal::new("", signal, &run_id(run), NOW);
-    Ec2Machine {
-        report: AgentReport { heartbeat: machine.signal.map(|_| beat), signal: machine.signal.map(signal) },
-        read_at: NOW,
-        record: instance(id, record, machine.age),
-    }
+    let report = AgentReport { heartbeat: machine.signal.map(|_| beat), signal: machine.signal.map(signal) };
+    Ec2Machine::new(instance(id, record, machine.age), report, NOW)
 }
 
 /// The result of a claim's reconciliation.
@@ -114,7 +115,17 @@ impl Protocol {
         };
         let returned =
             |then: Next| held.first().and_then(|(id, seen)| give_back(world, *id, *seen)).map_or(then, Next::Write);
-        match self.decide(world, claim, &held, &last) {
+        let mut action = self.decide(world, claim, &held, &last, memory.exhausted);
+        // A claim that waits is reconciled again, and looks at the pool again.
+        if memory.exhausted && matches!(action, ClaimAction::Wait(_)) {
+            action = self.decide(world, claim, &held, &last, false);
+        }
+        match action {
+            ClaimAction::Return(_)
+                if self.mutant == Mutant::HoldsWhileItWaits && held.len() <= self.counts[claim] as usize =>
+            {
+                Next::Nothing
+            }
             ClaimAction::Select(_) => Next::Receive,
             ClaimAction::PlaceOrder(order) => status(seen.phase, Order::Placed(order.requested)),
             ClaimAction::SendOrder(order) => Next::Write(Write::Fleet(claim, order.requested)),
@@ -134,11 +145,62 @@ impl Protocol {
                 Next::Nothing
             }
             // The model's pools have no fallback, and its deleted claims are marked as such.
-            action @ (ClaimAction::FallBack { .. } | ClaimAction::Release(_)) => unreachable!("{action:?}"),
+            action @ (ClaimAction::FallBack { .. } | ClaimAction::Abandon(_) | ClaimAction::Release(_)) => {
+                unreachable!("{action:?}")
+            }
         }
     }
 
-    fn decide(&self, world: &World, claim: usize, held: &[(usize, Record)], last: &Applied) -> ClaimAction {
+    fn pool_spec(&self) -> &'static Ec2Pool {
+        &POOLS[self.max as usize]
+    }
+
+    /// `Ec2Context::admission`: claims are numbered by age.
+    fn admission(&self, world: &World, claim: usize, exhausted: bool) -> Result<(), Obstacle> {
+        let leader = &world.leader;
+        let missing = |claim: usize| {
+            let ordered = match world.claims[claim]?.order {
+                Order::Placed(count) => count,
+                Order::None | Order::Settled => 0,
+            };
+            let own = leader.ledger.iter().flatten().filter(|record| record.is_live() && record.run == Some(claim));
+            Some(self.counts[claim].saturating_sub(own.count() as u32).saturating_sub(ordered))
+        };
+        let is_open =
+            |claim: usize| world.claims[claim].is_some_and(|claim| !claim.deleting && claim.phase == Phase::Working);
+        let open = (0..=claim).filter(|claim| is_open(*claim));
+        let line = open.filter_map(|claim| {
+            let missing = missing(claim).filter(|missing| *missing > 0)?;
+            Some(OpenClaim { name: claim.to_string(), needs: needs(), missing, since: NOW })
+        });
+        let line: Vec<_> = line.collect();
+        if missing(claim).is_none_or(|missing| missing == 0) {
+            return Ok(());
+        }
+        let others = (0..CLAIMS).filter(|other| *other != claim).filter_map(|other| match world.claims[other]?.order {
+            Order::Placed(count) => {
+                let recorded = |id: usize| leader.ledger[id].is_some_and(|record| record.run == Some(other));
+                Some(count.saturating_sub((0..MACHINES).filter(|id| recorded(*id)).count() as u32))
+            }
+            Order::None | Order::Settled => None,
+        });
+        let live =
+            leader.ledger.iter().flatten().filter(|record| record.is_live()).count() as u32 + others.sum::<u32>();
+        let free = (0..MACHINES).filter(|id| !exhausted && self.is_claimable(world, *id));
+        let idle: Vec<_> = free.filter_map(|id| self.machine(world, id)).collect();
+        let idle = idle.iter().map(|machine| &machine.record).collect();
+        let capacity = &CapacityMemory::new(Duration::ZERO);
+        admit_last(&line, Stock { spec: self.pool_spec(), idle, live, capacity }, NOW)
+    }
+
+    fn decide(
+        &self,
+        world: &World,
+        claim: usize,
+        held: &[(usize, Record)],
+        last: &Applied,
+        exhausted: bool,
+    ) -> ClaimAction {
         let seen = world.claims[claim].expect("it is there");
         let mut machines: Vec<_> = held.iter().map(|(id, record)| tracked(*id, record, &world.machines[*id])).collect();
         if self.mutant == Mutant::KeepsSurplus {
@@ -147,13 +209,18 @@ impl Protocol {
         }
         let object = self.object(claim, seen);
         let (needs, template, capacity) = (needs(), LaunchTemplate::default(), CapacityMemory::new(Duration::ZERO));
+        let admission = match self.mutant {
+            Mutant::HoldsWhileItWaits if !exhausted => Ok(()),
+            _ => self.admission(world, claim, exhausted),
+        };
         let facts = ClaimFacts {
             claim: &object,
             status: object.status.as_ref().expect("it has one"),
-            pool: PoolView::Ready(Supply { spec: &POOL, needs, queue: "", template: &template }),
+            pool: PoolView::Ready(Supply { spec: self.pool_spec(), needs, queue: "", template: &template }),
             machines: &machines,
-            launch: LaunchOptions { live: 0, capacity: &capacity },
-            pool_exhausted: world.leader.claims[claim].exhausted,
+            admission: &admission,
+            capacity: &capacity,
+            pool_exhausted: exhausted,
             run_completed: false,
             last,
         };
@@ -189,7 +256,8 @@ impl Protocol {
         for (id, machine) in world.machines.iter().enumerate().filter(|_| leader.pool.is_none()) {
             let entering = leader.claims.iter().any(|memory| memory.fleet.is_some_and(|ids| ids[id]));
             let known = leader.ledger[id];
-            let kept = known.map(|seen| (seen, upkeep(&tracked(id, &seen, machine), &POOL, self.keep_warm, NOW)));
+            let kept =
+                known.map(|seen| (seen, upkeep(&tracked(id, &seen, machine), self.pool_spec(), self.keep_warm, NOW)));
             writes.extend(kept.and_then(|(seen, upkeep)| match upkeep {
                 Upkeep::Leave => None,
                 Upkeep::Warm => {

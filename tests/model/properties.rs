@@ -12,7 +12,7 @@ pub const LEAK: &str = "I2: in quiet, every machine has a live record, and every
 pub const STRAND: &str = "I3: in quiet, every idle machine has a message";
 pub const ALL_OR_NOTHING: &str =
     "I4: in quiet, a Ready claim holds its count of running machines, and a finished one none";
-pub const CONVERGES: &str = "I5: in quiet, no claim is in progress";
+pub const CONVERGES: &str = "I5: in quiet, a claim in progress holds nothing and cannot be served";
 pub const ARROWS: &str = "I6: only allowed transitions";
 
 type Holds = fn(&Protocol, &World) -> bool;
@@ -39,8 +39,11 @@ pub fn all() -> Vec<Property<Protocol>> {
             (0..CLAIMS).all(|claim| whole(protocol, world, claim)) || !protocol.is_quiet(world)
         }),
         (CONVERGES, |protocol, world| {
-            let settled = |claim: &Claim| !claim.deleting && claim.phase != Phase::Working;
-            world.claims.iter().flatten().all(settled) || !protocol.is_quiet(world)
+            let settled = |index: usize| {
+                let waits = || waits(protocol, world, index);
+                world.claims[index].is_none_or(|claim| !claim.deleting && (claim.phase != Phase::Working || waits()))
+            };
+            (0..CLAIMS).all(settled) || !protocol.is_quiet(world)
         }),
         (ARROWS, |_, world| !world.wrong_arrow),
     ];
@@ -60,6 +63,16 @@ fn fits(record: Option<Record>, machine: Machine) -> bool {
         State::Idle => machine.serving.is_none() || !record.is_free(),
         State::Terminated | State::Unknown => true,
     }
+}
+
+/// Whether a claim holds nothing, and there is not enough for it.
+fn waits(protocol: &Protocol, world: &World, claim: usize) -> bool {
+    let live = world.table.iter().flatten().filter(|record| record.is_live());
+    let held = live.clone().filter(|record| record.run == Some(claim)).count();
+    let free = live.clone().filter(|record| record.is_free()).count();
+    let absent = world.machines.iter().filter(|machine| machine.ec2 == Ec2::Absent).count();
+    let room = (protocol.max as usize).saturating_sub(live.count());
+    held == 0 && free + room.min(absent) < protocol.counts[claim] as usize
 }
 
 fn whole(protocol: &Protocol, world: &World, claim: usize) -> bool {

@@ -26,12 +26,16 @@ pub enum Mutant {
     NewTokenPerOrder,
     /// Orphans are not terminated.
     NeverSweeps,
-    /// The condition of a write checks state and run, but not `leaving`.
+    /// The condition of a write checks state and run, but neither `leaving` nor the number of claims.
     ForgetsLeaving,
+    /// The condition of a write does not check the number of claims that a machine has been assigned to.
+    ForgetsClaims,
     /// Machines beyond a claim's count are kept until their threshold.
     KeepsSurplus,
     /// Messages are restored by their number alone.
     RestoresByCount,
+    /// A claim takes what there is, and keeps it while it waits for the rest.
+    HoldsWhileItWaits,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +54,8 @@ pub struct Protocol {
     pub machines: [Start; MACHINES],
     /// The machine count of each claim; 0 if there is no such claim.
     pub counts: [u32; CLAIMS],
+    /// `maxInstances` of the pool.
+    pub max: u32,
     /// How many claims, from the first, may be deleted.
     pub deletable: usize,
     pub keep_warm: bool,
@@ -256,8 +262,13 @@ impl Protocol {
             Mutant::ForgetsLeaving => !claims,
             _ => false,
         };
-        if let (true, Some(stored), Some(seen)) = (forgets, &mut stored, made.seen()) {
-            stored.leaving.clone_from(&seen.leaving);
+        if let (Some(stored), Some(seen)) = (&mut stored, made.seen()) {
+            if forgets {
+                stored.leaving.clone_from(&seen.leaving);
+            }
+            if forgets || self.mutant == Mutant::ForgetsClaims {
+                stored.claims = seen.claims;
+            }
         }
         let blindly = claims && there.is_some() && self.mutant == Mutant::ClaimsBlindly;
         if !(made.holds(stored.as_ref(), NOW) || blindly) {

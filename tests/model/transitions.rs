@@ -41,6 +41,7 @@ pub fn instance(id: usize, record: &Record, age: Age) -> Instance {
     instance.run_id = run_id(record.run);
     instance.claim_uid = run_id(record.run);
     instance.leaving = run_id(record.leaving);
+    instance.claims = record.claims.into();
     instance.sealed = if record.sealed { "sealed".into() } else { String::new() };
     instance.threshold = record.is_live().then(|| NOW + left);
     instance.updated_at = NOW - since;
@@ -55,6 +56,7 @@ impl From<&Instance> for Record {
             run: run(&instance.run_id),
             leaving: run(&instance.leaving),
             sealed: !instance.sealed.is_empty(),
+            claims: (instance.claims % CLAIMS_COUNTED) as u8,
         }
     }
 }

@@ -17,11 +17,16 @@ pub struct Record {
     pub run: Option<usize>,
     pub leaving: Option<usize>,
     pub sealed: bool,
+    /// How many claims it has been assigned to, modulo [`CLAIMS_COUNTED`].
+    pub claims: u8,
 }
+
+/// A machine that is assigned so often while one late write is on its way is not modelled.
+pub const CLAIMS_COUNTED: u32 = 4;
 
 impl Record {
     pub const fn new(state: State, run: Option<usize>) -> Self {
-        Self { state, run, leaving: None, sealed: false }
+        Self { state, run, leaving: None, sealed: false, claims: 0 }
     }
 
     pub fn is_live(&self) -> bool {

@@ -24,7 +24,7 @@ use paddock_effects::{
 };
 use paddock_record::IdleMessage;
 use tokio::sync::{
-    mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel},
+    mpsc::{UnboundedReceiver, UnboundedSender, WeakUnboundedSender, unbounded_channel},
     oneshot,
 };
 
@@ -98,13 +98,18 @@ impl IdleQueues {
         picked.await.unwrap_or_else(|_| Ok(Picked::default()))
     }
 
+    /// For a deleted pool: its readers end.
+    pub fn forget(&self, pool: &PoolKey) {
+        self.readers.lock().unwrap_or_else(PoisonError::into_inner).retain(|(_, of), _| of != pool);
+    }
+
     fn reader(self: &Arc<Self>, url: &str, pool: PoolKey) -> UnboundedSender<ReaderEvent> {
         let mut readers = self.readers.lock().unwrap_or_else(PoisonError::into_inner);
         let sender = readers.entry((url.to_owned(), pool)).or_insert_with_key(|(url, pool)| {
             let (sender, events) = unbounded_channel();
             let (answers, next_id) = (HashMap::new(), 0);
             let (url, pool) = (url.clone(), pool.clone());
-            let reader = Reader { idle_queues: self.clone(), url, pool, sender: sender.clone(), answers, next_id };
+            let reader = Reader { idle_queues: self.clone(), url, pool, sender: sender.downgrade(), answers, next_id };
             tokio::spawn(reader.run(events));
             sender
         });
@@ -116,20 +121,25 @@ struct Reader {
     idle_queues: Arc<IdleQueues>,
     url: String,
     pool: PoolKey,
-    /// Cloned into each candidate, which reports its disposition.
-    sender: UnboundedSender<ReaderEvent>,
+    /// Given to each candidate, which reports its disposition.
+    sender: WeakUnboundedSender<ReaderEvent>,
     answers: HashMap<RequestId, Answer>,
     next_id: RequestId,
 }
 
 impl Reader {
+    /// Until its pool is deleted and its candidates are settled.
     async fn run(mut self, mut events: UnboundedReceiver<ReaderEvent>) {
         let (mut queue, mut wait) = (IdleQueue::default(), None);
         loop {
             // Drain the channel before a tick, even when the wait is zero.
             let event = match events.try_recv() {
                 Ok(event) => Some(event),
-                Err(_) => tokio::time::timeout(wait.unwrap_or(Duration::MAX), events.recv()).await.ok().flatten(),
+                Err(_) => match tokio::time::timeout(wait.unwrap_or(Duration::MAX), events.recv()).await {
+                    Ok(Some(event)) => Some(event),
+                    Ok(None) => return,
+                    Err(_) => None,
+                },
             };
             let input = event.map_or(Input::Tick, |event| self.input(event));
             wait = self.feed(&mut queue, input).await;
@@ -215,7 +225,7 @@ impl Reader {
     }
 
     fn candidate(&self, Selected { machine, message }: Selected) -> Candidate {
-        Candidate { machine, message, reader: Some(self.sender.clone()) }
+        Candidate { machine, message, reader: self.sender.upgrade() }
     }
 
     /// If the claim no longer waits, its candidates are dropped and so reported as unused.
@@ -238,5 +248,39 @@ impl Reader {
                 tracing::warn!(%error, "idle messages not deleted or put back");
             }
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use aws_sdk_dynamodb::config::BehaviorVersion;
+    use paddock_effects::{aws::dynamodb::Records, kube::lanes::Lanes};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn the_reader_of_a_deleted_pool_ends() {
+        let latest = BehaviorVersion::latest;
+        let sqs = aws_sdk_sqs::Client::from_conf(aws_sdk_sqs::Config::builder().behavior_version(latest()).build());
+        let dynamodb =
+            aws_sdk_dynamodb::Client::from_conf(aws_sdk_dynamodb::Config::builder().behavior_version(latest()).build());
+        let ledger = Arc::new(Ledger::new(Records::new(dynamodb, "t".into()), Lanes::default()));
+        let idle_queues = IdleQueues::new(Queues::new(sqs), ledger, Metrics::default());
+        let pool = PoolKey::new("ci", "linux");
+        let sender = idle_queues.reader("https://sqs/linux", pool.clone());
+        idle_queues.reader("https://sqs/arm", PoolKey::new("ci", "arm"));
+        let readers = || Arc::strong_count(&idle_queues) - 1;
+        assert_eq!(readers(), 2);
+        idle_queues.forget(&pool);
+        tokio::task::yield_now().await;
+        assert_eq!(readers(), 2, "a candidate is yet to be settled");
+        drop(sender);
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while readers() > 1 && Instant::now() < deadline {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(readers(), 1);
     }
 }

@@ -77,6 +77,11 @@ impl LaunchRoom {
         self.pools().get(pool).is_some_and(|orders| orders.settled.contains(token))
     }
 
+    /// For a deleted pool.
+    pub fn forget(&self, pool: &PoolKey) {
+        self.pools().remove(pool);
+    }
+
     fn pools(&self) -> MutexGuard<'_, HashMap<PoolKey, PoolOrders>> {
         lock(&self.0)
     }

@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 use paddock_core::{
-    api::{ClaimPhase, Ec2Pool, FailureReason, RunnerClaim, RunnerPool},
+    api::{ClaimPhase, Ec2Pool, FailureReason, RunnerPool},
     ec2::{claim::claim_ref, machine::Machine, requirements::Requirements},
     names::PoolKey,
 };
@@ -13,6 +13,7 @@ use super::{
     Ec2Context,
     launch_room::Limits,
     runner_tokens::{Outage, sealed},
+    waiting_line::is_of,
 };
 use crate::controllers::reference;
 
@@ -52,10 +53,7 @@ impl Ec2Context {
     pub fn limits(&self, key: &PoolKey, max: u32) -> Limits {
         let live = |machine: &Machine| machine.record.state != State::Terminated;
         let stores = &self.shared.stores;
-        let in_pool = |claim: &RunnerClaim| {
-            claim.metadata.namespace.as_ref() == Some(&key.namespace) && claim.spec.pool.as_ref() == Some(&key.name)
-        };
-        let claims = stores.claims.store.state_filter(in_pool);
+        let claims = stores.claims.store.state_filter(|claim| is_of(claim, key));
         let statuses = claims.iter().filter_map(|claim| claim.status.as_ref());
         let unfinished = statuses.filter(|status| !status.phase.is_some_and(ClaimPhase::is_over));
         let orders = unfinished.filter_map(|status| status.fleet.as_deref());
@@ -64,7 +62,7 @@ impl Ec2Context {
         let open = orders.filter(|order| order.instance_ids.is_empty()).chain(own);
         Limits {
             max,
-            live: self.ledger.find(key, live).len() as u32,
+            live: self.ledger.count(key, live),
             open: open.map(|order| (order.client_token.clone(), order.requested)).collect(),
         }
     }

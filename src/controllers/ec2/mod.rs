@@ -8,6 +8,7 @@ pub mod pool;
 pub mod pool_memory;
 pub mod runner_tokens;
 mod sweep;
+mod waiting_line;
 pub mod worker_mirror;
 pub mod workflow_runs;
 
@@ -18,7 +19,7 @@ use std::{
 
 use paddock_core::{
     api::RunnerPool,
-    ec2::{capacity_memory::CapacityMemory, pool_status::PoolProblem},
+    ec2::{capacity_memory::CapacityMemory, machine::HEARTBEAT_READ_PERIOD, pool_status::PoolProblem},
     names::PoolKey,
 };
 use paddock_effects::{
@@ -36,7 +37,7 @@ use self::{
 };
 use super::{Error, Shared, every};
 
-/// How often all records are read again, which also finds agents that have been silent for too long.
+/// How often all records are read again.
 const LEDGER_RELOAD_PERIOD: Duration = Duration::from_secs(30);
 
 /// State shared by the controllers of EC2 pools and their claims.
@@ -89,13 +90,18 @@ impl Ec2Context {
 pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
     let metrics = context.shared.metrics.clone();
     tokio::join!(
-        every("ledger", LEDGER_RELOAD_PERIOD, metrics, stop.clone(), || reload(&context)),
+        every("ledger", LEDGER_RELOAD_PERIOD, metrics.clone(), stop.clone(), || reload(&context)),
+        every("heartbeats", HEARTBEAT_READ_PERIOD, metrics, stop.clone(), || heartbeats(&context)),
         context.ledger.listen(stop.clone()),
         worker_mirror::run(context.clone(), stop.clone()),
         pool::run(context.clone(), stop.clone()),
         sweep::run(context.clone(), stop.clone()),
         claim::run(context.clone(), stop.clone()),
     );
+}
+
+async fn heartbeats(context: &Ec2Context) -> Result<(), Error> {
+    Ok(context.ledger.read_heartbeats().await?)
 }
 
 async fn reload(context: &Ec2Context) -> Result<(), Error> {

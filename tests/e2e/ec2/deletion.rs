@@ -20,9 +20,12 @@ use crate::fixture::{
 pub async fn i11_a_claim_can_be_deleted_in_every_phase(world: &World) -> Result<()> {
     let pending = async {
         let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 1 })).await?;
-        pool.claim("build", "8740", json!({ "count": 2 })).await?;
+        pool.claim("first", "8739", json!({})).await?;
+        pool.until_phase("first", ClaimPhase::Ready).await?;
+        pool.claim("build", "8740", json!({})).await?;
         pool.until_claim("build", "waiting for room", |status| why(status).0 == "PoolFull").await?;
         pool.release("build").await?;
+        pool.release("first").await?;
         pool.until_pooled(1).await?;
         pool.clean_up().await
     };

@@ -17,27 +17,8 @@ use crate::fixture::{
 };
 
 /// EC2 has so many machines of this type in every zone.
-fn limit(instance_type: &str, usage: Option<Usage>, available: u32) -> Limit {
+pub fn limit(instance_type: &str, usage: Option<Usage>, available: u32) -> Limit {
     Limit { zone: "*".into(), instance_type: instance_type.into(), usage, available }
-}
-
-/// I4: if EC2 launches fewer machines than requested, they are terminated, the selected idle one returns to the pool,
-/// and the claim holds none.
-pub async fn i4_partial_capacity_fails_the_claim_and_keeps_nothing(world: &World) -> Result<()> {
-    // Only this test uses the instance type, so its limit concerns no other.
-    let types = json!({ "allowedInstanceTypes": ["m5a.large"] });
-    let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 9, "defaults": types })).await?;
-    pool.set(json!({ "maxInstances": 9, "defaults": types })).await?;
-    let warm = pool.the(State::Idle).await?;
-    world.stage.aws.set_capacity(limit("m5a.large", None, 1));
-    pool.claim("build", "8640", json!({ "count": 4 })).await?;
-    let told = |status: &RunnerClaimStatus| why(status).0 == "InsufficientCapacity" && status.workers.is_empty();
-    let told = pool.until_claim("build", "without capacity", told).await?;
-    ensure!(why(&told).1.contains("insufficient capacity in zones") && why(&told).1.contains("us-east-1"), "{told:?}");
-    pool.until_running(std::slice::from_ref(&warm)).await?;
-    pool.until_record(&warm, "idle", is_pooled).await?;
-    pool.release("build").await?;
-    pool.clean_up().await
 }
 
 /// Without capacity in any zone the claim names every zone and holds nothing.
@@ -60,36 +41,35 @@ pub async fn claim_waits_while_no_zone_has_capacity(world: &World) -> Result<()>
     world.stage.aws.set_capacity(limit("r5.large", None, 0));
     let pool = Ec2Pool::new(world, json!({ "defaults": types })).await?;
     pool.claim("first", "8401", json!({})).await?;
-    let failed = pool.until_phase("first", ClaimPhase::Failed).await?;
-    let (reason, message) = why(&failed);
+    let asked = |status: &RunnerClaimStatus| status.shortage.as_ref().is_some_and(|shortage| shortage.attempt > 0);
+    let first = pool.until_claim("first", "without capacity", asked).await?;
+    let (reason, message) = why(&first);
     let zones: Vec<_> = world.stage.aws.subnets().into_iter().map(|(_, zone)| format!("{zone} (r5.large)")).collect();
     ensure!(reason == "InsufficientCapacity" && zones.iter().all(|zone| message.contains(zone)), "{message}");
-    // The operator remembers missing capacity only for a short time. A claim that comes later asks EC2 and fails like
-    // the first; then another one tries.
+    // The operator remembers missing capacity only for a short time. A claim that comes later asks EC2 like the first;
+    // then another one tries.
     let mut claims = vec!["first".to_owned()];
-    let (second, waits) = loop {
+    let waits = loop {
         ensure!(claims.len() < 10, "no claim waits: all of {claims:?} asked EC2");
         let name = format!("second-{}", claims.len());
         claims.push(name.clone());
         pool.claim(&name, "8402", json!({})).await?;
-        let decided =
-            |status: &RunnerClaimStatus| status.retry_at.is_some() || status.phase == Some(ClaimPhase::Failed);
-        let status = pool.until_claim(&name, "waiting", decided).await?;
-        if status.phase != Some(ClaimPhase::Failed) {
-            break (name, status);
+        let status = pool.until_claim(&name, "waiting", |status| status.shortage.is_some()).await?;
+        if !asked(&status) {
+            break status;
         }
     };
-    let launched = pool.instances();
-    // Capacity returns at once, before the claim asks again: if it got none, it would fail.
-    world.stage.aws.set_capacity(limit("r5.large", None, 1));
     let (reason, message) = why(&waits);
     ensure!(reason == "InsufficientCapacity" && message.contains(", retry at "), "{message}");
-    ensure!(waits.fleet.is_none() && launched.is_empty(), "EC2 was not asked again: {waits:?} {launched:?}");
+    ensure!(waits.fleet.is_none() && waits.retry_at.is_some() && pool.instances().is_empty(), "{waits:?}");
     // Other instance types have capacity.
     pool.claim("third", "8403", json!({ "allowedInstanceTypes": ["r5d.large"] })).await?;
     pool.until_phase("third", ClaimPhase::Ready).await?;
-    let served = pool.until_phase(&second, ClaimPhase::Ready).await?;
-    ensure!(served.retry_at.is_none(), "{served:?}");
+    world.stage.aws.set_capacity(limit("r5.large", None, 9));
+    for claim in &claims {
+        let served = pool.until_phase(claim, ClaimPhase::Ready).await?;
+        ensure!(served.retry_at.is_none() && served.shortage.is_none(), "{served:?}");
+    }
     claims.push("third".to_owned());
     for claim in &claims {
         pool.release(claim).await?;

@@ -9,3 +9,4 @@ pub mod machine;
 pub mod ownership;
 pub mod release;
 pub mod selection;
+pub mod waiting;

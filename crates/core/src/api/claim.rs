@@ -9,7 +9,7 @@ use super::{
     common::{
         Duration, Owner, Runner, UsageClass, conditions_schema, instance_types_schema, label_set_schema, pattern,
     },
-    launch_order::LaunchOrder,
+    launch_order::{CapacityShortage, LaunchOrder},
     worker::WorkerState,
 };
 
@@ -272,6 +272,10 @@ pub struct RunnerClaimStatus {
     /// same token and gets the same machines.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fleet: Option<Box<LaunchOrder>>,
+
+    /// EC2 had no capacity for the claim's last order; the claim holds nothing while it waits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shortage: Option<CapacityShortage>,
 
     /// The runner that took the job, as GitHub says; it may be another than the one made for it.
     #[serde(skip_serializing_if = "Option::is_none")]

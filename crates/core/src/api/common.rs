@@ -49,7 +49,7 @@ pub(super) mod pattern {
 
 /// A length of time in whole seconds, written as Kubernetes users write it: `30s`, `10m`, `6h`, `1h30m`.
 ///
-/// The API server accepts one second to 366 days.
+/// The API server accepts one second to 366 days; zero only where that has a meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Duration(u64);
 
@@ -134,19 +134,31 @@ impl JsonSchema for Duration {
     }
 
     fn json_schema(_: &mut SchemaGenerator) -> Schema {
-        // A text that is no duration fails the pattern; without the first part it would also fail the rule, with a
-        // confusing conversion error.
-        let (pattern, least, most) = (pattern::DURATION, "duration('1s')", "duration('8784h')");
-        json_schema!({
-            "type": "string",
-            "pattern": pattern,
-            "maxLength": 27,
-            "x-kubernetes-validations": [{
-                "rule": format!("!self.matches('{pattern}') || duration(self) >= {least} && duration(self) <= {most}"),
-                "message": "must be between 1s and 8784h (366 days)",
-            }],
-        })
+        duration_schema("1s")
     }
+}
+
+/// A duration for which zero has a meaning.
+pub(super) fn duration_or_zero(_: &mut SchemaGenerator) -> Schema {
+    duration_schema("0s")
+}
+
+fn duration_schema(least: &str) -> Schema {
+    // A text that is no duration fails the pattern; without the first part it would also fail the rule, with a
+    // confusing conversion error.
+    let (pattern, most) = (pattern::DURATION, "8784h");
+    let rule = format!(
+        "!self.matches('{pattern}') || duration(self) >= duration('{least}') && duration(self) <= duration('{most}')"
+    );
+    json_schema!({
+        "type": "string",
+        "pattern": pattern,
+        "maxLength": 27,
+        "x-kubernetes-validations": [{
+            "rule": rule,
+            "message": format!("must be between {least} and {most} (366 days)"),
+        }],
+    })
 }
 
 /// When a machine is paid for, and what may take it away.

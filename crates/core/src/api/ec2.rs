@@ -4,7 +4,7 @@ use kube_derive::KubeSchema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::common::{Duration, SecretRef, UsageClass, instance_types_schema, pattern};
+use super::common::{Duration, SecretRef, UsageClass, duration_or_zero, instance_types_schema, pattern};
 
 /// Warm machines in EC2 that are reused across workflows.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -175,18 +175,22 @@ impl Default for Lifetimes {
     }
 }
 
-/// How long to wait for a machine's signals.
+/// How long to wait for machines and their signals.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Ec2Timeouts {
     /// For a claimed machine to register with GitHub.
     pub registration: Duration,
-    /// The age of its last heartbeat at which a machine counts as dead.
+    /// How long its heartbeat may stay the same before a machine counts as dead.
     pub heartbeat: Duration,
     /// For a new machine to run its script and register.
     pub validation: Duration,
     /// For a released machine to leave GitHub before it is pooled again.
     pub deregistration: Duration,
+    /// For EC2 to have capacity for a claim before it fails; `0s` fails it at once. A claim that waits for room under
+    /// `maxInstances` has no time limit.
+    #[schemars(schema_with = "duration_or_zero")]
+    pub capacity: Duration,
 }
 
 impl Default for Ec2Timeouts {
@@ -196,6 +200,7 @@ impl Default for Ec2Timeouts {
             heartbeat: Duration::from_secs(15),
             validation: Duration::from_secs(180),
             deregistration: Duration::from_secs(120),
+            capacity: Duration::from_secs(600),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `status.fleet` of claims and pools: what EC2 was asked for.
+//! `status.fleet` of claims and pools, and `status.shortage` of claims: what EC2 was asked for, and did not have.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use schemars::JsonSchema;
@@ -51,4 +51,20 @@ pub struct LaunchOrder {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256), inner(length(max = 64)), extend("x-kubernetes-list-type" = "set"))]
     pub instance_ids: Vec<String>,
+}
+
+/// `status.shortage` of a claim that waits, or has waited, for capacity at EC2.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct CapacityShortage {
+    /// Since when EC2 is known to have no capacity; absent while the claim waits for something else.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub since: Option<Time>,
+    /// The last order that was given up. The next one has another number, so that EC2 does not take it for the same.
+    #[serde(default)]
+    pub attempt: u32,
+    /// EC2's reasons by zone and type.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    #[schemars(length(max = 1024))]
+    pub message: String,
 }

@@ -30,7 +30,7 @@ pub use common::{
 pub use ec2::{Agent, Ec2Defaults, Ec2GitHub, Ec2Pool, Ec2Timeouts, Fallback, Lifetimes, ResourceClass, Reuse};
 pub use failure::{ContainerEnd, FAILURE_MESSAGE_MAX, Failure, LOG_TAIL_MAX, PodEvent};
 pub use generate::{crds, crds_yaml};
-pub use launch_order::LaunchOrder;
+pub use launch_order::{CapacityShortage, LaunchOrder};
 pub use pool::{
     Hardware, LaunchTemplate, PoolKind, Queue, RunnerPool, RunnerPoolSpec, RunnerPoolStatus, Slots, WorkerCounts,
 };

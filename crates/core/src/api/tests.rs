@@ -121,8 +121,9 @@ fn what_the_examples_leave_out_has_the_defaults_of_the_specification() {
     assert_eq!((ec2.min_idle, ec2.max_instances), (0, 20));
     let Lifetimes { created, claimed, idle, max_runtime } = ec2.lifetimes;
     assert_eq!([created, claimed, idle, max_runtime].map(Duration::as_secs), [600, 300, 420, 1800]);
-    let Ec2Timeouts { registration, heartbeat, validation, deregistration } = ec2.timeouts;
-    assert_eq!([registration, heartbeat, validation, deregistration].map(Duration::as_secs), [10, 15, 180, 120]);
+    let Ec2Timeouts { registration, heartbeat, validation, deregistration, capacity } = ec2.timeouts;
+    let timeouts = [registration, heartbeat, validation, deregistration, capacity];
+    assert_eq!(timeouts.map(Duration::as_secs), [10, 15, 180, 120, 600]);
 
     let pool: RunnerPool = example("board-pool.yaml");
     let bare =

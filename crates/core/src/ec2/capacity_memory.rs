@@ -17,6 +17,11 @@ pub enum LaunchChoice {
     Wait { until: Timestamp, message: String },
 }
 
+/// `message` with the time of the next attempt.
+pub fn with_retry(message: &str, at: Timestamp) -> String {
+    format!("{message}, retry at {}", at.strftime("%Y-%m-%dT%H:%M:%SZ"))
+}
+
 /// Subnets that recently had no capacity. Capacity belongs to the account, so all pools share this.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CapacityMemory {
@@ -77,11 +82,7 @@ impl CapacityMemory {
         let mut zones: Vec<_> = closed.iter().map(|shortage| shortage.zone.as_str()).collect();
         zones.sort_unstable();
         zones.dedup();
-        let at = until.strftime("%Y-%m-%dT%H:%M:%SZ");
-        LaunchChoice::Wait {
-            until,
-            message: format!("insufficient capacity in zones {}, retry at {at}", zones.join(", ")),
-        }
+        LaunchChoice::Wait { until, message: format!("insufficient capacity in zones {}", zones.join(", ")) }
     }
 
     fn lacks_capacity(&self, subnet: &str, usage_class: UsageClass, needs: &Requirements, now: Timestamp) -> bool {

@@ -10,10 +10,11 @@ use paddock_record::{ClaimRef, State};
 
 use super::{
     capacity_memory::CapacityMemory,
-    claim_order::{first_order, ordered},
+    claim_order::{first_order, not_admitted, ordered},
     launch_error::Cause,
     machine::{Machine, MachineCheck, check},
     requirements::Requirements,
+    waiting_line::Obstacle,
 };
 use crate::{
     api::{
@@ -26,9 +27,9 @@ use crate::{
 
 /// Agents that answer cause an event; agents that stay silent do not, so a claim checks its timeouts this often.
 pub const AGENT_CHECK_PERIOD: Duration = Duration::from_secs(1);
-/// How long a claim waits for something outside to change: a full pool, an outage.
+/// How long a claim waits for something outside to change, such as an outage.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
-/// The longest wait for a known time; a pool notifies its claims of machines that become free before.
+/// The longest wait, for a known time or an event.
 const RETRY_PERIOD_MAX: Duration = Duration::from_secs(30);
 /// How soon a claim is reconciled again after a write conflict; its watch event mostly comes first.
 pub const CONFLICT_RETRY: Duration = Duration::from_millis(200);
@@ -41,7 +42,9 @@ pub struct ClaimFacts<'a> {
     pub pool: PoolView<'a>,
     /// The machines whose records name this claim, terminated ones included.
     pub machines: &'a [Machine],
-    pub launch: LaunchOptions<'a>,
+    /// Whether the pool can give it the machines that it misses.
+    pub admission: &'a Result<(), Obstacle>,
+    pub capacity: &'a CapacityMemory,
     /// The pool has nothing more that fits.
     pub pool_exhausted: bool,
     pub run_completed: bool,
@@ -68,13 +71,6 @@ pub struct Supply<'a> {
     /// The queue of idle machines of the wanted class.
     pub queue: &'a str,
     pub template: &'a LaunchTemplate,
-}
-
-/// What limits new machines.
-pub struct LaunchOptions<'a> {
-    /// Machines of the pool that exist or are being launched.
-    pub live: u32,
-    pub capacity: &'a CapacityMemory,
 }
 
 pub type Ids = Vec<String>;
@@ -104,6 +100,8 @@ pub enum ClaimAction {
         terminate: Ids,
         message: String,
     },
+    /// EC2 does not have the machines: return everything, and wait.
+    Abandon(Wait),
     /// Seal the token that each of these waits for.
     Seal(Ids),
     /// Terminate these, so that others replace them.
@@ -306,6 +304,12 @@ fn acquire(facts: &ClaimFacts, supply: &Supply, now: Timestamp) -> ClaimAction {
     } else if lost_created(facts) {
         let message = format!("{missing} of {count} created machines were lost before they were ready");
         ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::WorkerLost, message)
+    } else if count > supply.spec.max_instances {
+        let max = supply.spec.max_instances;
+        let message = format!("{count} machines are more than the pool may have, which is {max} (maxInstances)");
+        ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::InvalidSpec, message)
+    } else if let Err(obstacle) = facts.admission {
+        not_admitted(facts, supply, obstacle, now)
     } else if facts.pool_exhausted {
         first_order(facts, supply, missing, now)
     } else {
@@ -334,13 +338,14 @@ pub fn surplus(held: &[Machine], count: u32, ready: bool) -> Ids {
 /// status that the next action replaces at once is not written.
 pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, ControlFlow<Next>) {
     use ClaimAction::{
-        AwaitAgents, FallBack, Finalize, Finish, Nothing, PlaceOrder, Release, Replace, Return, Seal, Select,
+        Abandon, AwaitAgents, FallBack, Finalize, Finish, Nothing, PlaceOrder, Release, Replace, Return, Seal, Select,
         SendOrder, Serve, Settle, Start, Wait, Watch,
     };
     match (action, applied) {
         (_, Applied::Unavailable(..)) => (true, Break(Next::After(RETRY_PERIOD))),
         (Nothing, _) => (false, Break(Next::AwaitChange)),
-        (Wait(wait), _) => (true, Break(Next::After(wait.retry_at.map_or(RETRY_PERIOD, |until| time_to(until, now))))),
+        (Abandon(_), Applied::Incomplete) => (false, Break(Next::After(AGENT_CHECK_PERIOD))),
+        (Wait(wait) | Abandon(wait), _) => (true, Break(Next::After(retry_delay(wait, now)))),
         (AwaitAgents, Applied::Incomplete) => (true, Break(Next::After(AGENT_CHECK_PERIOD))),
         (Finish(..) | Settle | Finalize, Applied::Incomplete) => (false, Break(Next::After(AGENT_CHECK_PERIOD))),
         (PlaceOrder(_), Applied::NoRoom) => (false, Continue(())),
@@ -353,9 +358,16 @@ pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, C
     }
 }
 
-fn time_to(until: Timestamp, now: Timestamp) -> Duration {
-    let left = Duration::try_from(until.duration_since(now)).unwrap_or_default();
-    left.clamp(AGENT_CHECK_PERIOD, RETRY_PERIOD_MAX)
+fn retry_delay(wait: &Wait, now: Timestamp) -> Duration {
+    match (wait.retry_at, wait.reason) {
+        (Some(at), _) => {
+            let left = Duration::try_from(at.duration_since(now)).unwrap_or_default();
+            left.clamp(AGENT_CHECK_PERIOD, RETRY_PERIOD_MAX)
+        }
+        // It is reconciled when a machine becomes idle or ends.
+        (None, ClaimReason::PoolFull) => RETRY_PERIOD_MAX,
+        (None, _) => RETRY_PERIOD,
+    }
 }
 
 #[cfg(test)]

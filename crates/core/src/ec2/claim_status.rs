@@ -5,14 +5,18 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use paddock_record::{Instance, State};
 
 use super::{
+    capacity_memory::with_retry,
     claim::{Applied, ClaimAction, ClaimFacts},
     machine::Machine,
     worker_status::worker_state,
 };
 use crate::api::{
-    ClaimPhase, ClaimReason, ClaimWorker, FailureReason, PhaseTimes, READY, RunnerClaim, RunnerClaimStatus,
-    WorkerSource, ready_condition, set_condition,
+    CapacityShortage, ClaimPhase, ClaimReason, ClaimWorker, FailureReason, PhaseTimes, READY, RunnerClaim,
+    RunnerClaimStatus, WorkerSource, head, ready_condition, set_condition,
 };
+
+/// As in the schema of [`CapacityShortage`].
+const SHORTAGE_MESSAGE_MAX: usize = 1024;
 
 /// The status that a reconciliation starts from.
 pub fn initial(claim: &RunnerClaim, now: Timestamp) -> RunnerClaimStatus {
@@ -51,6 +55,7 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
         | ClaimAction::PlaceOrder(_)
         | ClaimAction::SendOrder(_)
         | ClaimAction::FallBack { .. }
+        | ClaimAction::Abandon(_)
         | ClaimAction::Start(_)
         | ClaimAction::Serve
         | ClaimAction::Watch
@@ -65,9 +70,27 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
         (_, Applied::UnderWay | Applied::Incomplete | Applied::NoRoom) => {}
         (_, Applied::Unavailable(reason, message)) => enter(&mut status, phase, *reason, message),
         (ClaimAction::Wait(wait), _) => {
+            if let Some(shortage) = &mut status.shortage {
+                shortage.since = None;
+            }
             enter(&mut status, phase, wait.reason, &wait.message);
-            let whole_second = |at: Timestamp| Timestamp::from_second(at.as_second()).unwrap_or(at);
             status.retry_at = wait.retry_at.map(whole_second).map(Time);
+        }
+        (ClaimAction::Abandon(wait), _) => {
+            let attempt = status.fleet.take().map_or(0, |order| order.attempt);
+            let last = status.shortage.take().unwrap_or_default();
+            // The memory of an earlier order says less than EC2's own answer.
+            let message = if attempt == 0 && last.since.is_some() {
+                last.message
+            } else {
+                head(&wait.message, SHORTAGE_MESSAGE_MAX)
+            };
+            let retry_at = wait.retry_at.map(whole_second);
+            let shown = retry_at.map_or_else(|| message.clone(), |at| with_retry(&message, at));
+            let since = last.since.or(Some(Time(whole_second(now))));
+            status.shortage = Some(CapacityShortage { since, attempt: attempt.max(last.attempt), message });
+            enter(&mut status, ClaimPhase::Claiming, wait.reason, &shown);
+            status.retry_at = retry_at.map(Time);
         }
         (ClaimAction::PlaceOrder(order) | ClaimAction::FallBack { order, .. }, _) => {
             let message = format!("creating {} {} machines", order.requested, order.usage_class.as_str());
@@ -79,6 +102,7 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
                 fleet.fleet_id = Some(fleet_id.clone());
                 fleet.instance_ids = instance_ids.clone();
             }
+            status.shortage = None;
         }
         (ClaimAction::Serve, _) => {
             list_workers(&mut status, facts);
@@ -113,6 +137,10 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
         ) => {}
     }
     status
+}
+
+fn whole_second(at: Timestamp) -> Timestamp {
+    Timestamp::from_second(at.as_second()).unwrap_or(at)
 }
 
 fn list_workers(status: &mut RunnerClaimStatus, facts: &ClaimFacts) {

@@ -8,7 +8,7 @@ use crate::{
     demand::schedule::Wait,
     ec2::{
         capacity_memory::CapacityMemory,
-        claim::{FailedMachine, LaunchOptions, PoolView},
+        claim::{FailedMachine, PoolView},
     },
     fixtures::{
         boards::with,
@@ -36,7 +36,8 @@ fn after(claim: &RunnerClaim, machines: &[Machine], action: &ClaimAction, applie
         status: &initial(claim, at(1)),
         pool: PoolView::of(&claim.spec, Some(&pool), true),
         machines,
-        launch: LaunchOptions { live: 0, capacity: &capacity },
+        admission: &Ok(()),
+        capacity: &capacity,
         pool_exhausted: false,
         run_completed: false,
         last: &Applied::default(),
@@ -248,4 +249,32 @@ fn each_phase_has_one_event() {
     let notes: Vec<_> = entered(&PhaseTimes::default(), &ready).into_iter().map(|entered| entered.note).collect();
     assert_eq!(notes[1], Claiming.doing(), "a phase that is over");
     assert!(notes[2].starts_with("2 of 2 runners"), "the current phase has the message of its condition");
+}
+
+#[test]
+fn a_claim_that_gave_up_its_order_remembers_its_number_and_ec2s_reasons() {
+    let order = json!({"clientToken": "t", "attempt": 3, "requested": 2, "usageClass": "spot", "orderedAt": at(6)});
+    let ordered = claim_in(ClaimPhase::Creating, json!({"fleet": order}));
+    let wait = |message: &str| Wait {
+        reason: ClaimReason::InsufficientCapacity,
+        message: message.into(),
+        retry_at: Some(at(80)),
+    };
+    let status = after(&ordered, &[], &ClaimAction::Abandon(wait("none in zone-a")), &Applied::Done);
+    let shown = (ClaimPhase::Claiming, "InsufficientCapacity", "none in zone-a, retry at 2025-06-15T15:08:00Z");
+    assert_eq!(summary(&status), shown);
+    assert_eq!((status.fleet.as_ref(), status.retry_at.as_ref()), (None, Some(&Time(at(80)))));
+    let shortage = CapacityShortage { since: Some(Time(at(20))), attempt: 3, message: "none in zone-a".into() };
+    assert_eq!(status.shortage, Some(shortage.clone()));
+
+    let waiting = RunnerClaim { status: Some(status), ..ordered };
+    let known = ClaimAction::Abandon(wait("insufficient capacity in zones zone-a"));
+    let status = after(&waiting, &[], &known, &Applied::Done);
+    assert_eq!(summary(&status), shown, "what is remembered says less than EC2 did");
+    assert_eq!(status.shortage, Some(shortage));
+    let room = ClaimAction::Wait(Wait { reason: ClaimReason::PoolFull, ..wait("full") });
+    let status = after(&waiting, &[], &room, &Applied::Done);
+    assert_eq!(status.shortage.map(|shortage| (shortage.since, shortage.attempt)), Some((None, 3)));
+    let incomplete = after(&waiting, &[], &known, &Applied::Incomplete);
+    assert_eq!(incomplete.shortage, waiting.status.unwrap().shortage);
 }

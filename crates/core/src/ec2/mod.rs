@@ -3,6 +3,8 @@
 pub mod capacity_memory;
 pub mod claim;
 mod claim_order;
+#[cfg(test)]
+mod claim_scenario;
 pub mod claim_status;
 pub mod failed_boots;
 pub mod idle_queue;
@@ -14,6 +16,7 @@ pub mod pool_status;
 pub mod requirements;
 pub mod upkeep;
 pub mod user_data;
+pub mod waiting_line;
 pub mod warm;
 pub mod worker_status;
 pub mod workflow_run;

@@ -1,6 +1,6 @@
 //! What a claim asks of a machine.
 
-use paddock_record::IdleMessage;
+use paddock_record::{IdleMessage, Instance};
 
 use crate::api::{Ec2Pool, RunnerClaimSpec, UsageClass};
 
@@ -34,11 +34,21 @@ impl Requirements {
     }
 
     pub fn met_by(&self, message: &IdleMessage) -> bool {
-        message.usage_class == self.usage_class.as_str()
-            && message.resource_class == self.resource_class
-            && message.cpu >= self.cpu
-            && message.mem >= self.memory_mib
-            && self.allowed_instance_types.iter().any(|pattern| glob(pattern, &message.instance_type))
+        let IdleMessage { usage_class, resource_class, instance_type, cpu, mem, .. } = message;
+        self.fit(usage_class, resource_class, instance_type, *cpu, *mem)
+    }
+
+    pub fn met_by_record(&self, record: &Instance) -> bool {
+        let Instance { usage_class, resource_class, instance_type, cpu, mem, .. } = record;
+        self.fit(usage_class, resource_class, instance_type, *cpu, *mem)
+    }
+
+    fn fit(&self, usage_class: &str, resource_class: &str, instance_type: &str, cpu: u32, memory_mib: u32) -> bool {
+        usage_class == self.usage_class.as_str()
+            && resource_class == self.resource_class
+            && cpu >= self.cpu
+            && memory_mib >= self.memory_mib
+            && self.allowed_instance_types.iter().any(|pattern| glob(pattern, instance_type))
     }
 }
 

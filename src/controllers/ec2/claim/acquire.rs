@@ -43,6 +43,7 @@ impl Work {
             | ClaimAction::Serve
             | ClaimAction::Watch
             | ClaimAction::Return(_)
+            | ClaimAction::Abandon(_)
             | ClaimAction::Release(_)
             | ClaimAction::Finish(..)
             | ClaimAction::Settle

@@ -20,11 +20,10 @@ use paddock_core::{
     demand::job_facts::JobFacts,
     ec2::{
         capacity_memory::CapacityMemory,
-        claim::{
-            AGENT_CHECK_PERIOD, Applied, ClaimAction, ClaimFacts, LaunchOptions, PoolView, claim_ref, decide, next,
-        },
+        claim::{AGENT_CHECK_PERIOD, Applied, ClaimAction, ClaimFacts, PoolView, claim_ref, decide, next},
         claim_status,
         machine::Machine,
+        waiting_line::Obstacle,
     },
     names::PoolKey,
 };
@@ -63,14 +62,17 @@ pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
     };
     let changed = context.ledger.changed_claims().map(|(pool, claim)| reference(&pool.namespace, &claim));
     let (over, run_completed) = unbounded();
+    let (admitted, admissions) = unbounded();
     let controller = Controller::for_shared_stream(stores.claims.stream(), stores.claims.store.clone())
         .watches_shared_stream(supplies(stores.pools.stream()), claims_of_pool)
         .reconcile_on(changed)
         .reconcile_on(run_completed)
+        .reconcile_on(admissions)
         .with_config(controller::Config::default().concurrency(CONCURRENCY));
     tokio::join!(
         drive("claim", controller, context.clone(), context.shared.metrics.clone(), stop.clone(), reconcile),
-        super::workflow_runs::poll(context.clone(), over, stop),
+        super::workflow_runs::poll(context.clone(), over, stop.clone()),
+        super::waiting_line::watch(context.clone(), admitted, stop),
     );
 }
 
@@ -134,8 +136,7 @@ struct Work {
 struct Observed {
     machines: Vec<Machine>,
     pool: Option<Arc<RunnerPool>>,
-    /// Machines of the pool that exist or are being launched.
-    live: u32,
+    admission: Result<(), Obstacle>,
     capacity: CapacityMemory,
     run_completed: bool,
 }
@@ -175,13 +176,10 @@ impl Work {
     }
 
     fn observe(&self) -> Observed {
-        let key = self.pool_key();
-        // Only a claim that may place an order needs the count, which is slow in a large pool.
-        let live = if self.pool_exhausted { self.used(&key) } else { 0 };
         Observed {
-            machines: self.context.ledger.of_claim(&key, self.reference()),
+            machines: self.context.ledger.of_claim(&self.pool_key(), self.reference()),
             pool: self.pool.clone(),
-            live,
+            admission: self.context.admission(&self.claim, &self.status, self.pool.as_deref(), self.pool_exhausted),
             capacity: self.context.capacity_memory().clone(),
             run_completed: JobFacts::of(&self.claim).run_completed || self.context.runs.is_over(&self.claim),
         }
@@ -193,7 +191,8 @@ impl Work {
             status: &self.status,
             pool: self.pool_view(observed),
             machines: &observed.machines,
-            launch: LaunchOptions { live: observed.live, capacity: &observed.capacity },
+            admission: &observed.admission,
+            capacity: &observed.capacity,
             pool_exhausted: self.pool_exhausted,
             run_completed: observed.run_completed,
             last: &self.last,
@@ -218,6 +217,14 @@ impl Work {
             | ClaimAction::Watch
             | ClaimAction::Release(_) => Ok(Applied::Done),
             ClaimAction::Return(ids) => self.give_back(&observed.chosen(ids)).await,
+            ClaimAction::Abandon(wait) => {
+                self.room = None;
+                let abandoned = self.return_all().await?;
+                if abandoned == Applied::Done && self.status.fleet.is_some() {
+                    self.event(EventType::Warning, wait.reason.as_str(), wait.message.clone());
+                }
+                Ok(abandoned)
+            }
             ClaimAction::Finish(..) | ClaimAction::Settle => {
                 if let ClaimAction::Finish(_, ClaimReason::ValidationFailed, why) = action {
                     let generation = self.pool.as_ref().and_then(|pool| pool.metadata.generation);
@@ -297,12 +304,6 @@ impl Work {
     fn held(&self) -> Vec<Machine> {
         let live = |machine: &Machine| machine.record.state != State::Terminated;
         self.context.ledger.of_claim(&self.pool_key(), self.reference()).into_iter().filter(live).collect()
-    }
-
-    /// How many machines the pool has or creates for others.
-    fn used(&self, key: &PoolKey) -> u32 {
-        let own = self.status.fleet.as_ref().map_or("", |order| order.client_token.as_str());
-        self.context.launch_room.used(key, own, &self.context.limits(key, 0))
     }
 
     async fn token(&self, pool: &Ec2Pool) -> Result<SecretString, Outage> {

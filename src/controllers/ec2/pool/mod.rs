@@ -88,8 +88,10 @@ async fn refresh(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, E
     let generation = pool.metadata.generation;
     let launch = context.pools.launch_problem(&key, generation).map(|(problem, _)| problem);
     let boot = context.pools.failed_boots(&key, generation).and_then(|boots| boots.problem(generation));
+    let credentials = context.credentials_problem(pool, ec2).await;
     let machines = context.ledger.of_pool(&key);
-    let new = pool_status::status(pool, new, &machines, problem.or(launch).or(boot), Timestamp::now());
+    let problem = problem.or(credentials).or(launch).or(boot);
+    let new = pool_status::status(pool, new, &machines, problem, Timestamp::now());
     // Urgent, counts too: the next upkeep, which returns machines to the pool, waits for it.
     let written = objects::write_status(&context.shared.client, pool, pool.status.as_ref(), &new).await?;
     if written == Written::Yes {
@@ -170,6 +172,8 @@ async fn remove(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, Er
         Ok(()) => {
             objects::remove_finalizer(&context.shared.client, pool).await?;
             context.pools.forget(&key);
+            context.idle_queues.forget(&key);
+            context.launch_room.forget(&key);
             Ok(Next::After(CONFLICT_RETRY))
         }
         Err(problem) => {

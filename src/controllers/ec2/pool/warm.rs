@@ -7,7 +7,7 @@ use kube::ResourceExt;
 use paddock_core::{
     api::{Ec2Pool, LaunchOrder, PoolReason, RunnerPool, RunnerPoolStatus, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL},
     ec2::{
-        capacity_memory::LaunchChoice,
+        capacity_memory::{LaunchChoice, with_retry},
         launch::{Wanted, client_token},
         launch_error::{in_words, launch_problem},
         pool_status::PoolProblem,
@@ -91,7 +91,9 @@ fn wanted(
     let Some(room) = context.launch_room.reserve(key, &token, &limits, 1, missing.min(most)) else { return Ok(None) };
     let subnet_ids = match context.capacity_memory().order(&needs, &ec2.subnet_ids, false, now) {
         LaunchChoice::Ask { subnet_ids, .. } => subnet_ids,
-        LaunchChoice::Wait { message, .. } => return Err((PoolReason::InsufficientCapacity, message)),
+        LaunchChoice::Wait { until, message } => {
+            return Err((PoolReason::InsufficientCapacity, with_retry(&message, until)));
+        }
     };
     let wanted = Wanted {
         client_token: token,
