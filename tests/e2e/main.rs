@@ -108,6 +108,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2::faults::pool_says_that_its_credentials_are_missing_or_refused,
         ec2::faults::i2_denied_termination_is_shown_and_retried,
         ec2::faults::i2_stuck_machine_stops_no_sweep,
+        ec2::faults::i4_claim_that_aws_keeps_refusing_is_dumped,
         ec2::faults::i2_lost_machine_is_noticed_without_sqs,
         ec2::faults::i2_machine_of_no_pool_is_terminated,
         ec2::launch::i2_a_lost_create_fleet_answer_makes_no_second_fleet,

@@ -144,10 +144,11 @@ impl Protocol {
             ClaimAction::Nothing | ClaimAction::Wait(_) | ClaimAction::AwaitAgents | ClaimAction::Watch => {
                 Next::Nothing
             }
-            // The model's pools have no fallback, and its deleted claims are marked as such.
-            action @ (ClaimAction::FallBack { .. } | ClaimAction::Abandon(_) | ClaimAction::Release(_)) => {
-                unreachable!("{action:?}")
-            }
+            // The model's pools have no fallback, its AWS refuses nothing, and its deleted claims are marked as such.
+            action @ (ClaimAction::FallBack { .. }
+            | ClaimAction::Abandon(_)
+            | ClaimAction::Release(_)
+            | ClaimAction::Dump(_)) => unreachable!("{action:?}"),
         }
     }
 

@@ -277,6 +277,10 @@ pub struct RunnerClaimStatus {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shortage: Option<CapacityShortage>,
 
+    /// How often AWS refused a call while machines were provisioned; after five times the claim fails.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub failed_tries: Option<u32>,
+
     /// The runner that took the job, as GitHub says; it may be another than the one made for it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub runner: Option<Runner>,

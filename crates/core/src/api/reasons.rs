@@ -108,7 +108,7 @@ reasons! {
         Releasing = "Releasing",
         /// Over, and everything is given back.
         Completed = "Completed",
-        /// Something unexpected; everything was dumped.
+        /// AWS kept refusing a call while machines were provisioned; all of them were terminated.
         InternalError = "InternalError",
     }
 }
@@ -158,5 +158,7 @@ reasons! {
         InstanceGone = "instance_gone",
         /// The creation that the machine was part of failed as a whole.
         CreationAborted = "creation_aborted",
+        /// The machine's claim could not be provisioned, and everything of it was terminated. Its record is not kept.
+        Dumped = "dumped",
     }
 }

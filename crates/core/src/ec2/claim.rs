@@ -21,6 +21,7 @@ use crate::{
         ClaimPhase, ClaimReason, Ec2Pool, FINALIZER, FailureReason, LaunchOrder, LaunchTemplate, READY, RunnerClaim,
         RunnerClaimSpec, RunnerClaimStatus, RunnerPool,
     },
+    backoff::Backoff,
     demand::schedule::Wait,
     next::Next,
 };
@@ -31,6 +32,10 @@ pub const AGENT_CHECK_PERIOD: Duration = Duration::from_secs(1);
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
 /// The longest wait, for a known time or an event.
 const RETRY_PERIOD_MAX: Duration = Duration::from_secs(30);
+/// The most tries of a claim whose calls AWS refuses: the fifth ends it, after 75 s.
+pub const PROVISIONING_TRIES: u32 = 5;
+/// The delay after each of them.
+pub const PROVISIONING_BACKOFF: Backoff = Backoff::new(RETRY_PERIOD, Duration::from_mins(1));
 /// How soon a claim is reconciled again after a write conflict; its watch event mostly comes first.
 pub const CONFLICT_RETRY: Duration = Duration::from_millis(200);
 
@@ -120,6 +125,8 @@ pub enum ClaimAction {
     Release(String),
     /// Return everything, then end the claim.
     Finish(ClaimPhase, ClaimReason, String),
+    /// Terminate everything, for this reason, then end the claim.
+    Dump(String),
     /// Return what a finished claim still holds.
     Settle,
     /// Return everything, then remove the finalizer of the deleted claim.
@@ -156,6 +163,38 @@ pub enum Applied {
     Refused(String),
     /// GitHub or AWS cannot be used now.
     Unavailable(ClaimReason, String),
+    /// AWS refused a call, for the `tries`-th time.
+    Failed {
+        tries: u32,
+        message: String,
+    },
+}
+
+impl ClaimAction {
+    /// Whether the action is tried [`PROVISIONING_TRIES`] times only. The return of machines never ends: they would leak.
+    pub const fn provisions(&self) -> bool {
+        match self {
+            Self::Select(_)
+            | Self::PlaceOrder(_)
+            | Self::SendOrder(_)
+            | Self::FallBack { .. }
+            | Self::Seal(_)
+            | Self::Replace(_)
+            | Self::AwaitAgents
+            | Self::Start(_) => true,
+            Self::Nothing
+            | Self::Wait(_)
+            | Self::Abandon(_)
+            | Self::Serve
+            | Self::Watch
+            | Self::Return(_)
+            | Self::Release(_)
+            | Self::Finish(..)
+            | Self::Dump(_)
+            | Self::Settle
+            | Self::Finalize => false,
+        }
+    }
 }
 
 impl<'a> PoolView<'a> {
@@ -229,6 +268,18 @@ pub fn decide(facts: &ClaimFacts, now: Timestamp) -> ClaimAction {
             ClaimAction::Release("its workflow run is completed: returning the machines to the pool".into())
         }
         (false, _, Ready) => watch(facts),
+        (false, _, Pending | Claiming | Creating | Validating)
+            if facts.status.failed_tries >= Some(PROVISIONING_TRIES) =>
+        {
+            let why = last_message(facts.status);
+            ClaimAction::Dump(format!(
+                "given up after {PROVISIONING_TRIES} tries, and all machines are terminated: {why}"
+            ))
+        }
+        (false, _, Pending | Claiming | Creating | Validating) if backs_off(facts.status, now) => {
+            let (reason, message) = (ClaimReason::AwsUnavailable, last_message(facts.status).to_owned());
+            ClaimAction::Wait(Wait { reason, message, retry_at: facts.status.retry_at.as_ref().map(|at| at.0) })
+        }
         (false, PoolView::Deleting, Pending | Claiming | Creating | Validating) => {
             let message = "the pool is being deleted: delete the claim and choose another pool";
             wait(ClaimReason::PoolNotReady, message.into())
@@ -251,6 +302,16 @@ pub fn decide(facts: &ClaimFacts, now: Timestamp) -> ClaimAction {
 
 pub(super) fn wait(reason: ClaimReason, message: String) -> ClaimAction {
     ClaimAction::Wait(Wait { reason, message, retry_at: None })
+}
+
+/// Whether the claim waits before its next try. Its own status is an event that would end the wait early.
+fn backs_off(status: &RunnerClaimStatus, now: Timestamp) -> bool {
+    status.failed_tries.is_some() && status.retry_at.as_ref().is_some_and(|at| at.0 > now)
+}
+
+fn last_message(status: &RunnerClaimStatus) -> &str {
+    let ready = status.conditions.iter().find(|condition| condition.type_ == READY);
+    ready.map_or("", |condition| condition.message.as_str())
 }
 
 /// A Ready claim returns its surplus once, then reports.
@@ -338,21 +399,27 @@ pub fn surplus(held: &[Machine], count: u32, ready: bool) -> Ids {
 /// status that the next action replaces at once is not written.
 pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, ControlFlow<Next>) {
     use ClaimAction::{
-        Abandon, AwaitAgents, FallBack, Finalize, Finish, Nothing, PlaceOrder, Release, Replace, Return, Seal, Select,
-        SendOrder, Serve, Settle, Start, Wait, Watch,
+        Abandon, AwaitAgents, Dump, FallBack, Finalize, Finish, Nothing, PlaceOrder, Release, Replace, Return, Seal,
+        Select, SendOrder, Serve, Settle, Start, Wait, Watch,
     };
     match (action, applied) {
         (_, Applied::Unavailable(..)) => (true, Break(Next::After(RETRY_PERIOD))),
+        (_, Applied::Failed { tries, .. }) if *tries < PROVISIONING_TRIES => {
+            (true, Break(Next::After(PROVISIONING_BACKOFF.delay(*tries))))
+        }
+        (_, Applied::Failed { .. }) => (true, Continue(())),
         (Nothing, _) => (false, Break(Next::AwaitChange)),
         (Abandon(_), Applied::Incomplete) => (false, Break(Next::After(AGENT_CHECK_PERIOD))),
         (Wait(wait) | Abandon(wait), _) => (true, Break(Next::After(retry_delay(wait, now)))),
         (AwaitAgents, Applied::Incomplete) => (true, Break(Next::After(AGENT_CHECK_PERIOD))),
-        (Finish(..) | Settle | Finalize, Applied::Incomplete) => (false, Break(Next::After(AGENT_CHECK_PERIOD))),
+        (Finish(..) | Dump(_) | Settle | Finalize, Applied::Incomplete) => {
+            (false, Break(Next::After(AGENT_CHECK_PERIOD)))
+        }
         (PlaceOrder(_), Applied::NoRoom) => (false, Continue(())),
         (SendOrder(_), applied) => (matches!(applied, Applied::Launched { .. }), Continue(())),
         (PlaceOrder(_) | FallBack { .. } | Replace(_) | Release(_), _) => (true, Continue(())),
         (Select(_) | Seal(_) | AwaitAgents | Start(_) | Return(_), _) => (false, Continue(())),
-        (Serve | Watch | Finish(..) | Settle, _) => (true, Break(Next::AwaitChange)),
+        (Serve | Watch | Finish(..) | Dump(_) | Settle, _) => (true, Break(Next::AwaitChange)),
         // The claim may have changed since it was read, and then still has its finalizer.
         (Finalize, _) => (false, Break(Next::After(CONFLICT_RETRY))),
     }

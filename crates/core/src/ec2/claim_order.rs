@@ -82,6 +82,7 @@ pub(super) fn ordered(facts: &ClaimFacts, supply: &Supply, order: &LaunchOrder, 
         | Applied::Selected { .. }
         | Applied::NoRoom
         | Applied::Launched { .. }
+        | Applied::Failed { .. }
         | Applied::Unavailable(..) => ClaimAction::SendOrder(order.clone().into()),
         Applied::Refused(why) => ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::AwsUnavailable, why.clone()),
         Applied::TemplateGone(why) if *supply.template == order.launch_template => {

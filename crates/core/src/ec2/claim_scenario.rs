@@ -169,6 +169,7 @@ pub fn summary(action: &ClaimAction) -> String {
         ClaimAction::Return(ids) => format!("return {}", ids.join(" ")),
         ClaimAction::Release(_) => "release".into(),
         ClaimAction::Finish(phase, reason, _) => format!("finish {} {}", phase.as_str(), reason.as_str()),
+        ClaimAction::Dump(why) => format!("dump: {why}"),
         ClaimAction::Settle => "settle".into(),
         ClaimAction::Finalize => "finalize".into(),
     }

@@ -6,7 +6,7 @@ use paddock_record::{Instance, State};
 
 use super::{
     capacity_memory::with_retry,
-    claim::{Applied, ClaimAction, ClaimFacts},
+    claim::{Applied, ClaimAction, ClaimFacts, PROVISIONING_BACKOFF, PROVISIONING_TRIES},
     machine::Machine,
     worker_status::worker_state,
 };
@@ -62,6 +62,7 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
         | ClaimAction::Return(_)
         | ClaimAction::Release(_)
         | ClaimAction::Finish(..)
+        | ClaimAction::Dump(_)
         | ClaimAction::Settle
         | ClaimAction::Finalize => {}
     }
@@ -69,6 +70,12 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
     match (action, applied) {
         (_, Applied::UnderWay | Applied::Incomplete | Applied::NoRoom) => {}
         (_, Applied::Unavailable(reason, message)) => enter(&mut status, phase, *reason, message),
+        (_, Applied::Failed { tries, message }) => {
+            let message = format!("{message} (try {tries} of {PROVISIONING_TRIES})");
+            enter(&mut status, phase, ClaimReason::AwsUnavailable, &message);
+            status.failed_tries = Some(*tries);
+            status.retry_at = now.checked_add(PROVISIONING_BACKOFF.delay(*tries)).ok().map(whole_second).map(Time);
+        }
         (ClaimAction::Wait(wait), _) => {
             if let Some(shortage) = &mut status.shortage {
                 shortage.since = None;
@@ -108,6 +115,7 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
             list_workers(&mut status, facts);
             let message = format!("{count} of {count} runners are registered for run {}", facts.claim.spec.run_id);
             enter(&mut status, ClaimPhase::Ready, ClaimReason::Ready, &message);
+            status.failed_tries = None;
         }
         (ClaimAction::Watch, _) => {
             list_workers(&mut status, facts);
@@ -121,6 +129,10 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
         (ClaimAction::Finish(phase, reason, message), _) => {
             list_none(&mut status, count);
             enter(&mut status, *phase, *reason, message);
+        }
+        (ClaimAction::Dump(message), _) => {
+            list_none(&mut status, count);
+            enter(&mut status, ClaimPhase::Failed, ClaimReason::InternalError, message);
         }
         (ClaimAction::Settle, _) => list_none(&mut status, count),
         (

@@ -278,3 +278,17 @@ fn a_claim_that_gave_up_its_order_remembers_its_number_and_ec2s_reasons() {
     let incomplete = after(&waiting, &[], &known, &Applied::Incomplete);
     assert_eq!(incomplete.shortage, waiting.status.unwrap().shortage);
 }
+
+#[test]
+fn a_refused_try_is_counted_and_a_dump_ends_the_claim() {
+    let claim = ec2_claim(1, "7");
+    let failed = Applied::Failed { tries: 2, message: "denied".into() };
+    let status = after(&claim, &[], &ClaimAction::Select(1), &failed);
+    assert_eq!(summary(&status), (ClaimPhase::Claiming, "AwsUnavailable", "denied (try 2 of 5)"));
+    assert_eq!((status.failed_tries, status.retry_at.as_ref()), (Some(2), Some(&Time(at(30)))));
+    let waits = RunnerClaim { status: Some(status), ..claim };
+    let served = after(&waits, &[], &ClaimAction::Serve, &Applied::Done);
+    assert_eq!((served.failed_tries, served.retry_at), (None, None));
+    let dumped = after(&waits, &[], &ClaimAction::Dump("given up".into()), &Applied::Done);
+    assert_eq!(summary(&dumped), (ClaimPhase::Failed, "InternalError", "given up"));
+}

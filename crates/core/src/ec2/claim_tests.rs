@@ -196,3 +196,27 @@ fn a_status_is_written_only_where_the_claim_waits_or_a_new_leader_needs_it() {
         assert_eq!(next(&action, &applied, at(2)), expected, "{action:?} {applied:?}");
     }
 }
+
+#[test]
+fn a_claim_that_aws_refuses_is_tried_again_after_a_while_and_dumped_after_five_tries() {
+    let claimed = held("i-1", State::Claimed, Some(Signal::Registered));
+    let tried = |tries: u32, retry_at: i64| {
+        let condition = json!({"type": READY, "status": "False", "reason": "AwsUnavailable", "message": "denied",
+            "lastTransitionTime": at(0)});
+        let status = json!({"failedTries": tries, "retryAt": at(retry_at), "conditions": [condition]});
+        scenario(1, std::slice::from_ref(&claimed)).claim(json!({"status": status}))
+    };
+    let dump = "dump: given up after 5 tries, and all machines are terminated: denied";
+    check([
+        ("too early", tried(1, 3), "wait AwsUnavailable"),
+        ("in time", tried(1, 2), "start i-1"),
+        ("the last try", tried(5, 3), dump),
+        ("the run is completed", tried(5, 3).run_completed(), "release"),
+        ("deleted", tried(5, 3).deleted(), "release"),
+        ("dumped", tried(5, 3).phase(ClaimPhase::Failed), "settle"),
+    ]);
+    let failed = |tries| next(&ClaimAction::Select(1), &Applied::Failed { tries, message: String::new() }, at(0));
+    let after = |seconds| (true, Break(Next::After(Duration::from_secs(seconds))));
+    assert_eq!([1, 2, 3, 4].map(failed), [5, 10, 20, 40].map(after));
+    assert_eq!(failed(5), (true, Continue(())));
+}

@@ -133,6 +133,7 @@ pub fn lost(
 /// Whether the record of a terminated machine is deleted. It is kept longer while its runner may still be registered,
 /// but not for ever: the App may have lost its permissions.
 pub fn is_forgotten(record: &Instance, retention: Duration, now: Timestamp) -> bool {
+    let retention = if record.failure_reason == FailureReason::Dumped.as_str() { Duration::ZERO } else { retention };
     let grace = if record.leaving.is_empty() { Duration::ZERO } else { RUNNER_LEFT_GRACE };
     let age = Duration::try_from(now.duration_since(record.updated_at)).unwrap_or_default();
     record.state == State::Terminated && age > retention.saturating_add(grace)

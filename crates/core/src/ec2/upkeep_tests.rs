@@ -143,6 +143,10 @@ fn the_record_of_an_ended_machine_stays_for_its_retention_and_longer_while_its_r
     ended.leaving = "7".into();
     assert!(!is_forgotten(&ended, hour, at(3601)) && is_forgotten(&ended, hour, at(7201)));
     assert!(!is_forgotten(&record("i-2", State::Idle, "", at(0)), hour, at(9000)), "it lives");
+    ended.failure_reason = FailureReason::Dumped.as_str().into();
+    assert!(!is_forgotten(&ended, hour, at(1)), "its runner may still be registered");
+    ended.leaving.clear();
+    assert!(is_forgotten(&ended, hour, at(1)));
 }
 
 #[test]

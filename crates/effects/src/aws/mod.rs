@@ -52,6 +52,14 @@ impl Clients {
     }
 }
 
+/// A table or queue that is missing. A queue that was just deleted cannot be created for 60 s.
+const REPAIRED_BY_POOL: [&str; 4] = [
+    "ResourceNotFoundException",
+    "QueueDoesNotExist",
+    "AWS.SimpleQueueService.NonExistentQueue",
+    "AWS.SimpleQueueService.QueueDeletedRecently",
+];
+
 /// An AWS error, by what the caller can do about it.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum AwsError {
@@ -69,6 +77,15 @@ impl AwsError {
     /// Whether a launch template, or its version, does not exist.
     pub fn is_template_gone(&self) -> bool {
         self.code().is_some_and(|code| code.starts_with("InvalidLaunchTemplate") && code.contains("NotFound"))
+    }
+
+    /// Whether the same call may succeed later: after an outage, or when the pool has repaired its table or queue.
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Throttled { .. } | Self::Unreachable { .. } => true,
+            Self::Refused { code, .. } => REPAIRED_BY_POOL.contains(&code.as_str()),
+            Self::Denied { .. } => false,
+        }
     }
 
     /// The AWS error code of a [`Self::Refused`] call.
@@ -112,8 +129,7 @@ fn classify(call: &'static str, code: String, message: String) -> AwsError {
         | "AccessDeniedException"
         | "AuthFailure"
         | "UnrecognizedClientException"
-        | "InvalidClientTokenId"
-        | "ExpiredTokenException" => AwsError::Denied { call, message: format!("{code}: {message}") },
+        | "InvalidClientTokenId" => AwsError::Denied { call, message: format!("{code}: {message}") },
         "RequestLimitExceeded"
         | "Throttling"
         | "ThrottlingException"
@@ -123,7 +139,9 @@ fn classify(call: &'static str, code: String, message: String) -> AwsError {
         | "TransactionConflictException"
         | "ProvisionedThroughputExceededException"
         | "TooManyRequestsException" => AwsError::Throttled { call, message: format!("{code}: {message}") },
-        "InternalError" | "InternalServerError" | "InternalFailure" | "ServiceUnavailable" | "Unavailable" => {
+        // Credentials that have expired are renewed.
+        "InternalError" | "InternalServerError" | "InternalFailure" | "ServiceUnavailable" | "Unavailable"
+        | "ExpiredToken" | "ExpiredTokenException" | "RequestExpired" => {
             AwsError::Unreachable { call, message: format!("{code}: {message}") }
         }
         _ => AwsError::Refused { call, code, message },

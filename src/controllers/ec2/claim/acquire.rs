@@ -46,6 +46,7 @@ impl Work {
             | ClaimAction::Abandon(_)
             | ClaimAction::Release(_)
             | ClaimAction::Finish(..)
+            | ClaimAction::Dump(_)
             | ClaimAction::Settle
             | ClaimAction::Finalize => Ok(Applied::Done),
         }

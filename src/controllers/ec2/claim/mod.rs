@@ -232,6 +232,10 @@ impl Work {
                 }
                 self.return_all().await
             }
+            ClaimAction::Dump(why) => {
+                self.room = None;
+                self.dump(why).await
+            }
             ClaimAction::Finalize => self.finalize().await,
             ClaimAction::Select(_)
             | ClaimAction::PlaceOrder(_)
@@ -253,6 +257,11 @@ impl Work {
     ) -> Result<ControlFlow<Next>, Error> {
         let (applied, outage) = match applied {
             Ok(applied) => (applied, Ok(())),
+            Err(Error::Aws(error)) if action.provisions() && !error.is_transient() => {
+                tracing::warn!(claim = %self.name, namespace = self.namespace, %error, "provisioning failed");
+                let (tries, message) = (self.status.failed_tries.unwrap_or_default() + 1, error.to_string());
+                (Applied::Failed { tries, message }, Ok(()))
+            }
             Err(Error::Aws(error)) => {
                 (Applied::Unavailable(ClaimReason::AwsUnavailable, error.to_string()), Err(error))
             }

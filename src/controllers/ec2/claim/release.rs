@@ -1,6 +1,9 @@
 //! Returns the machines that a claim holds.
 
-use paddock_core::ec2::{claim::Applied, machine::Machine};
+use paddock_core::{
+    api::FailureReason,
+    ec2::{claim::Applied, machine::Machine},
+};
 use paddock_effects::kube::objects;
 
 use super::{Error, Outage, Work};
@@ -21,6 +24,17 @@ impl Work {
             Applied::Done if !self.held().is_empty() => Ok(Applied::Incomplete),
             applied => Ok(applied),
         }
+    }
+
+    /// Terminates all machines of the claim. One that cannot be terminated does not keep the others.
+    pub(super) async fn dump(&self, why: &str) -> Result<Applied, Error> {
+        let mut outcome = Ok(());
+        for machine in self.held() {
+            let ended = self.context.end_instance(&machine.record.instance_id, FailureReason::Dumped, why).await;
+            outcome = outcome.and(ended);
+        }
+        outcome?;
+        Ok(if self.held().is_empty() { Applied::Done } else { Applied::Incomplete })
     }
 
     /// Returns machines of the pool to it, and terminates those that never ran.
