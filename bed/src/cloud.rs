@@ -83,8 +83,12 @@ impl Cloud {
 
     /// Writes a signal in the name of an agent.
     pub async fn forge_signal(&self, id: &str, signal: Signal, run_id: &str) -> Result<()> {
-        let item = WorkerSignal::new(id, signal, run_id, Timestamp::now());
-        self.dynamodb.put_item().table_name(&self.table).set_item(Some(item.to_item())).send().await?;
+        self.forge(&WorkerSignal::new(id, signal, run_id, Timestamp::now())).await
+    }
+
+    /// Writes this signal in the name of its agent.
+    pub async fn forge(&self, signal: &WorkerSignal) -> Result<()> {
+        self.dynamodb.put_item().table_name(&self.table).set_item(Some(signal.to_item())).send().await?;
         Ok(())
     }
 

@@ -130,6 +130,8 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2::machine::pool_backs_off_when_its_machines_fail,
         ec2::ownership::i1_claim_made_again_under_its_name_gets_its_own_machines,
         ec2::ownership::records_of_other_versions_are_used_or_reclaimed,
+        ec2::refusals::long_error_of_a_machine_is_cut_and_shown,
+        ec2::refusals::refused_status_is_logged_once_and_written_later,
         ec2::release::run_completed_by_webhook_releases_its_claim,
         ec2::release::i2_machine_at_its_claim_limit_ends_and_leaves_no_runner,
         ec2::release::a_machine_whose_scrub_script_fails_is_never_pooled,

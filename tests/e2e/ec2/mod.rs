@@ -7,6 +7,7 @@ pub mod faults;
 pub mod launch;
 pub mod machine;
 pub mod ownership;
+pub mod refusals;
 pub mod release;
 pub mod selection;
 pub mod waiting;
