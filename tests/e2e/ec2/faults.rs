@@ -180,17 +180,16 @@ pub async fn pool_says_that_its_credentials_are_missing_or_refused(world: &World
 pub async fn i4_claim_that_aws_keeps_refusing_is_dumped(world: &World) -> Result<()> {
     let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 1 })).await?;
     let id = pool.the(State::Idle).await?;
-    // The write that starts the machine; the one that terminates it comes after the five tries.
-    let start = "\":seen_runId\":{\"S\":\"9500\"}";
+    // The first write with the run claims the machine; those that start it follow. The one that terminates it has no run.
     let refused = Rule::on(Service::DynamoDb, "UpdateItem", Effect::error("ValidationException"));
-    let refused = pool.fault(refused.containing(start).times(5));
+    let refused = pool.fault(refused.containing("\":runId\":{\"S\":\"9500\"}").skip(1));
     pool.claim("build", "9500", json!({})).await?;
     let retries = |status: &RunnerClaimStatus| why(status).1.contains("(try 1 of 5)") && status.retry_at.is_some();
     pool.until_claim("build", "retrying", retries).await?;
     let failed = pool.until_phase("build", ClaimPhase::Failed).await?;
     let (reason, message) = why(&failed);
     ensure!(reason == "InternalError" && message.contains("ValidationException"), "{reason}: {message}");
-    ensure!(refused.hits() == 5 && failed.workers.is_empty(), "{} tries: {failed:?}", refused.hits());
+    ensure!(refused.hits() >= 5 && failed.workers.is_empty(), "{} tries: {failed:?}", refused.hits());
     world.until_true("its record is gone", async || Ok(pool.cloud.record(&id).await?.is_none())).await?;
     ensure!(!pool.instances().iter().any(|instance| instance.id == id), "it is terminated: {:?}", pool.instances());
     ensure!(!pool.runners().contains_key(&id), "its runner is removed: {:?}", pool.runners());
