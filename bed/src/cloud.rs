@@ -83,7 +83,8 @@ impl Cloud {
 
     /// Writes a signal in the name of an agent.
     pub async fn forge_signal(&self, id: &str, signal: Signal, run_id: &str) -> Result<()> {
-        self.forge(&WorkerSignal::new(id, signal, run_id, Timestamp::now())).await
+        let claims = self.record(id).await?.map_or(0, |record| record.claims);
+        self.forge(&WorkerSignal::new(id, signal, run_id, claims, Timestamp::now())).await
     }
 
     /// Writes this signal in the name of its agent.

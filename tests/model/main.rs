@@ -197,6 +197,11 @@ fn i1_a_late_write_undoes_the_second_release_of_a_claim_unless_it_names_the_assi
 }
 
 #[test]
+fn i1_a_signal_of_the_first_claim_of_a_run_pools_a_machine_that_serves_the_second() {
+    breaks(Protocol { mutant: Mutant::CountsOldSignals, ..COMPETE }, OWNER);
+}
+
+#[test]
 fn i4_a_claim_served_twice_keeps_one_too_many_or_waits_for_ever() {
     let twice = Protocol { mutant: Mutant::KeepsSurplus, machines: [Pooled, Pooled], counts: [1, 0], ..FLEET };
     breaks(twice.clone(), ALL_OR_NOTHING);

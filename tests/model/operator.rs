@@ -16,7 +16,7 @@ use paddock_core::{
         waiting_line::{Obstacle, OpenClaim, Stock, admit_last},
     },
 };
-use paddock_record::{Heartbeat, IdleMessage, KeyPair, PublicKey, State, WorkerSignal};
+use paddock_record::{Heartbeat, IdleMessage, KeyPair, PublicKey, Signal, State, WorkerSignal};
 
 use crate::{
     protocol::{Mutant, Protocol},
@@ -45,14 +45,6 @@ static ORDER: LazyLock<LaunchOrder> = LazyLock::new(|| {
     serde_json::from_value(order).unwrap()
 });
 static KEY: LazyLock<PublicKey> = LazyLock::new(|| KeyPair::generate().public());
-
-/// A record of the model as the operator's type.
-fn tracked(id: usize, record: &Record, machine: &Machine) -> Ec2Machine {
-    let beat = Heartbeat { instance_id: String::new(), updated_at: NOW, public_key: Some(KEY.clone()) };
-    let signal = |(signal, run)| WorkerSignal::new("", signal, &run_id(run), NOW);
-    let report = AgentReport { heartbeat: machine.signal.map(|_| beat), signal: machine.signal.map(signal) };
-    Ec2Machine::new(instance(id, record, machine.age), report, NOW)
-}
 
 /// The result of a claim's reconciliation.
 pub enum Next {
@@ -152,6 +144,17 @@ impl Protocol {
         }
     }
 
+    /// A record of the model as the operator's type.
+    fn tracked(&self, id: usize, record: &Record, machine: &Machine) -> Ec2Machine {
+        let beat = Heartbeat { instance_id: String::new(), updated_at: NOW, public_key: Some(KEY.clone()) };
+        let signal = |(signal, run, claims): (Signal, Option<usize>, u8)| {
+            let claims = if self.mutant == Mutant::CountsOldSignals { record.claims } else { claims };
+            WorkerSignal::new("", signal, &run_id(run), claims.into(), NOW)
+        };
+        let report = AgentReport { heartbeat: machine.signal.map(|_| beat), signal: machine.signal.map(signal) };
+        Ec2Machine::new(instance(id, record, machine.age), report, NOW)
+    }
+
     fn pool_spec(&self) -> &'static Ec2Pool {
         &POOLS[self.max as usize]
     }
@@ -203,7 +206,8 @@ impl Protocol {
         exhausted: bool,
     ) -> ClaimAction {
         let seen = world.claims[claim].expect("it is there");
-        let mut machines: Vec<_> = held.iter().map(|(id, record)| tracked(*id, record, &world.machines[*id])).collect();
+        let mut machines: Vec<_> =
+            held.iter().map(|(id, record)| self.tracked(*id, record, &world.machines[*id])).collect();
         if self.mutant == Mutant::KeepsSurplus {
             let spare = surplus(&machines, self.counts[claim], seen.phase == Phase::Ready);
             machines.retain(|tracked| !spare.contains(&tracked.record.instance_id));
@@ -257,8 +261,8 @@ impl Protocol {
         for (id, machine) in world.machines.iter().enumerate().filter(|_| leader.pool.is_none()) {
             let entering = leader.claims.iter().any(|memory| memory.fleet.is_some_and(|ids| ids[id]));
             let known = leader.ledger[id];
-            let kept =
-                known.map(|seen| (seen, upkeep(&tracked(id, &seen, machine), self.pool_spec(), self.keep_warm, NOW)));
+            let kept = known
+                .map(|seen| (seen, upkeep(&self.tracked(id, &seen, machine), self.pool_spec(), self.keep_warm, NOW)));
             writes.extend(kept.and_then(|(seen, upkeep)| match upkeep {
                 Upkeep::Leave => None,
                 Upkeep::Warm => {
@@ -313,7 +317,7 @@ impl Protocol {
     /// A machine in the leader's ledger.
     fn machine(&self, world: &World, id: usize) -> Option<Ec2Machine> {
         let seen = world.leader.ledger[id].map(|seen| self.without_leaving(seen))?;
-        Some(tracked(id, &seen, &world.machines[id]))
+        Some(self.tracked(id, &seen, &world.machines[id]))
     }
 
     fn is_claimable(&self, world: &World, id: usize) -> bool {
@@ -327,7 +331,7 @@ impl Protocol {
             Availability::Free if is_candidate(world, id) => Availability::Busy,
             known => known,
         };
-        let body = tracked(id, &Record::new(State::Idle, None), &world.machines[id]).idle_message().write();
+        let body = self.tracked(id, &Record::new(State::Idle, None), &world.machines[id]).idle_message().write();
         pick(&[body], &mut [(needs(), 1)], known, NOW).swap_remove(0)
     }
 

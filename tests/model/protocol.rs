@@ -30,6 +30,8 @@ pub enum Mutant {
     ForgetsLeaving,
     /// The condition of a write does not check the number of claims that a machine has been assigned to.
     ForgetsClaims,
+    /// A signal counts for every claim of its run.
+    CountsOldSignals,
     /// Machines beyond a claim's count are kept until their threshold.
     KeepsSurplus,
     /// Messages are restored by their number alone.
@@ -281,12 +283,7 @@ impl Protocol {
         world.wrong_arrow |= there.is_some_and(|there| !arrow(there.state));
         world.table[id] = Some(next);
         if made.next().updated_at == NOW {
-            let machine = &mut world.machines[id];
-            machine.age = Age::Fresh;
-            // A signal from before this transition does not count.
-            if machine.signal.is_some_and(|(signal, _)| signal == Signal::Deregistered) {
-                machine.signal = Some((Signal::ScriptOk, None));
-            }
+            world.machines[id].age = Age::Fresh;
         }
         true
     }
@@ -301,7 +298,7 @@ impl Model for Protocol {
         let mut world = World { claims, left: self.faults, ..World::default() };
         for (id, start) in self.machines.into_iter().enumerate() {
             let (record, ec2, signal) = match start {
-                Start::Pooled => (Some(State::Idle), Ec2::Running, Some((Signal::ScriptOk, None))),
+                Start::Pooled => (Some(State::Idle), Ec2::Running, Some((Signal::ScriptOk, None, 0))),
                 Start::Warming => (Some(State::Created), Ec2::Running, None),
                 Start::Absent => (None, Ec2::Absent, None),
                 Start::Never => (None, Ec2::Gone, None),

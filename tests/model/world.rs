@@ -71,7 +71,9 @@ pub struct Machine {
     pub age: Age,
     /// The run that its runner is registered for.
     pub serving: Option<usize>,
-    pub signal: Option<(Signal, Option<usize>)>,
+
+    /// With its run, and the record's number of claims.
+    pub signal: Option<(Signal, Option<usize>, u8)>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -211,17 +213,16 @@ impl World {
     /// The agent's next step for its record.
     pub fn agent(&self, id: usize) -> Option<Machine> {
         let (machine, record) = (self.machines[id], self.table[id]?);
-        let report = |signal, run| Machine { signal: Some((signal, run)), ..machine };
+        let report = |signal, run| Machine { signal: Some((signal, run, record.claims)), ..machine };
         let next = match (machine.signal, machine.serving, record.run) {
             _ if machine.ec2 != Ec2::Running => machine,
             _ if !record.is_live() => Machine { ec2: Ec2::Gone, ..Machine::default() },
             (None, _, _) => report(Signal::ScriptOk, None),
             (_, None, None) if record.leaving.is_some() => report(Signal::Deregistered, record.leaving),
-            (_, None, run) if run.is_some() && record.sealed => {
-                Machine { serving: run, ..report(Signal::Registered, run) }
-            }
+            // It registers, and signals a moment later.
+            (_, None, run) if run.is_some() && record.sealed => Machine { serving: run, ..machine },
             (_, None, _) => machine,
-            (_, own, run) if own == run => machine,
+            (_, own, run) if own == run => report(Signal::Registered, own),
             (_, own, _) => Machine { serving: None, ..report(Signal::Deregistered, own) },
         };
         (next != machine).then_some(next)

@@ -49,9 +49,10 @@ struct Shared {
 pub struct SentSignal {
     pub signal: Signal,
     pub run_id: String,
+    /// The record's number of claims.
+    claims: u32,
     pub asked: Instant,
     pub at: Instant,
-    stamp: Timestamp,
 }
 
 pub struct Agent {
@@ -77,10 +78,13 @@ impl Agent {
 
     /// The signal that the record requires, if it is not sent yet.
     fn answer(&self, record: &Instance) -> Result<Option<(Signal, String)>> {
-        let sent = |signal, run: &str| self.sent.as_ref().filter(|sent| sent.signal == signal && sent.run_id == run);
+        let is_it = |sent: &SentSignal, signal, run: &str| {
+            (sent.signal, sent.run_id.as_str(), sent.claims) == (signal, run, record.claims)
+        };
+        let sent = |signal, run: &str| self.sent.as_ref().is_some_and(|sent| is_it(sent, signal, run));
         let (run, leaving) = (&record.run_id, &record.leaving);
         if !run.is_empty() {
-            if record.sealed.is_empty() || sent(Signal::Registered, run).is_some() {
+            if record.sealed.is_empty() || sent(Signal::Registered, run) {
                 return Ok(None);
             }
             match self.key.open(&record.sealed) {
@@ -88,8 +92,7 @@ impl Agent {
                 other => bail!("{} cannot open its token: {:?}", record.instance_id, other.err()),
             }
         } else if !leaving.is_empty() {
-            let done = sent(Signal::Deregistered, leaving).is_some_and(|sent| sent.stamp >= record.updated_at);
-            Ok((!done).then(|| (Signal::Deregistered, leaving.clone())))
+            Ok((!sent(Signal::Deregistered, leaving)).then(|| (Signal::Deregistered, leaving.clone())))
         } else {
             Ok(None)
         }
@@ -170,7 +173,7 @@ impl Shared {
         let (now, stamp) = (Instant::now(), Timestamp::now());
         let beats = ids.iter().zip(&keys).map(|(id, (public, _))| beat(id, public, stamp).to_item());
         self.put(beats.collect()).await;
-        let ready = |id: &String| signal(id, Signal::ScriptOk, "", stamp).to_item();
+        let ready = |id: &String| WorkerSignal::new(id, Signal::ScriptOk, "", 0, stamp).to_item();
         self.put(ids.iter().map(ready).collect()).await;
         let mut agents = self.agents();
         for (id, (public, key)) in ids.into_iter().zip(keys) {
@@ -200,19 +203,21 @@ impl Shared {
             // A read that started later may have finished first, with newer content.
             let Some(agent) = agents.get_mut(&id).filter(|agent| agent.read_at <= read_at) else { continue };
             match agent.answer(&record) {
-                Ok(Some((signal, run_id))) => answers.push((id, signal, run_id)),
+                Ok(Some((signal, run_id))) => {
+                    answers.push(WorkerSignal::new(&id, signal, &run_id, record.claims, stamp))
+                }
                 Ok(None) => {}
                 Err(error) => eprintln!("{error:#}"),
             }
             (agent.record, agent.read_at) = (Some(record), read_at);
         }
-        let items = answers.iter().map(|(id, sent, run)| signal(id, *sent, run, stamp).to_item());
-        self.put(items.collect()).await;
+        self.put(answers.iter().map(WorkerSignal::to_item).collect()).await;
         let at = Instant::now();
         let mut agents = self.agents();
-        for (id, signal, run_id) in answers {
+        for WorkerSignal { instance_id: id, signal, run_id, claims, .. } in answers {
             if let Some(agent) = agents.get_mut(&id) {
-                agent.sent = Some(SentSignal { signal, run_id, asked: asked[&id], at, stamp });
+                let claims = claims.unwrap_or_default();
+                agent.sent = Some(SentSignal { signal, run_id, claims, asked: asked[&id], at });
             }
         }
     }
@@ -261,8 +266,4 @@ impl Shared {
 
 fn beat(id: &str, key: &PublicKey, now: Timestamp) -> Heartbeat {
     Heartbeat { instance_id: id.to_owned(), updated_at: now, public_key: Some(key.clone()) }
-}
-
-fn signal(id: &str, signal: Signal, run_id: &str, now: Timestamp) -> WorkerSignal {
-    WorkerSignal::new(id, signal, run_id, now)
 }

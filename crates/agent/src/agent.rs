@@ -16,13 +16,14 @@ use tokio::{
 };
 
 use crate::{
-    files::{Files, Memory, Report, Serving},
+    files::{Files, Lifetime, Memory, Report, Serving},
     limits,
     process::{Alive, run_script},
     runner::{Installation, Token},
     runner_log::RunnerLog,
     step::{Action, End, Facts, Record, Runner, Script, step},
     store::Store,
+    uptime,
 };
 
 pub struct Agent {
@@ -46,6 +47,8 @@ pub struct Agent {
     last_error: LastError,
     /// Whether `memory.reported` is not yet in the table.
     unsent: bool,
+    /// Whether `memory.lifetime` is not yet on disk. It is written after the step, which a claim waits for.
+    unsaved: bool,
     shut_down: Option<Instant>,
 }
 
@@ -118,6 +121,7 @@ impl Agent {
             attempts: Attempts::default(),
             last_error: LastError::default(),
             unsent: memory.reported.is_some(),
+            unsaved: false,
             shut_down: None,
             config,
             instance_id,
@@ -147,6 +151,11 @@ impl Agent {
                 false
             });
             self.send_report().await;
+            if std::mem::take(&mut self.unsaved)
+                && let Err(error) = self.files.remember(&self.memory)
+            {
+                tracing::warn!("{error:#}");
+            }
             if !moved {
                 tokio::time::sleep(pause).await;
             }
@@ -155,7 +164,7 @@ impl Agent {
 
     /// Reads the record; returns false if the table cannot be reached.
     async fn read_record(&mut self) -> bool {
-        let read_at = Timestamp::now();
+        let read_at = uptime::now();
         let found = match self.store.read().await {
             Ok(found) => found,
             Err(error) => {
@@ -164,7 +173,11 @@ impl Agent {
             }
         };
         self.record = match (found, &self.record) {
-            (Some(instance), _) => Record::Seen { instance: Box::new(instance), read_at },
+            (Some(instance), _) => {
+                let lifetime = Lifetime::of(&instance, self.memory.lifetime, read_at);
+                self.unsaved |= self.memory.lifetime.replace(lifetime) != Some(lifetime);
+                Record::Seen { instance: Box::new(instance), read_at, since: lifetime.since }
+            }
             (None, Record::Never) => Record::Never,
             (None, Record::Seen { .. } | Record::Gone) => Record::Gone,
         };
@@ -178,7 +191,7 @@ impl Agent {
         if let Record::Seen { instance, .. } = &self.record {
             self.attempts.follow(instance);
         }
-        let (record, memory, now) = (self.record.clone(), self.memory.clone(), Timestamp::now());
+        let (record, memory, now) = (self.record.clone(), self.memory.clone(), uptime::now());
         let facts = Facts {
             record: &record,
             script: match (&self.script, memory.script) {
@@ -189,8 +202,7 @@ impl Agent {
             },
             serving: memory.serving.as_ref().map(|serving| serving.run_id.as_str()),
             runner,
-            reported: memory.reported.as_ref().map(|report| (report.signal, report.run_id.as_str())),
-            reported_at: memory.reported.as_ref().map_or(Timestamp::MIN, |report| report.at),
+            reported: memory.reported.as_ref().map(|report| (report.signal, report.run_id.as_str(), report.claims)),
             reclaimed: *self.reclaimed.borrow(),
             failures: self.attempts.failures,
             retry_at: self.attempts.retry_at,
@@ -212,12 +224,12 @@ impl Agent {
             Action::Register(instance) => {
                 self.register(&instance.run_id, &instance.github_url, &instance.sealed).await.inspect_err(|error| {
                     self.last_error = LastError::of(error);
-                    self.attempts.count(Timestamp::now());
+                    self.attempts.count(uptime::now());
                 })
             }
             Action::Deregister { run, sealed } => self.deregister(run, sealed).await.inspect_err(|error| {
                 self.last_error = LastError::of(error);
-                self.attempts.count(Timestamp::now());
+                self.attempts.count(uptime::now());
             }),
         };
         done.context("will retry").map(|()| moved)
@@ -364,7 +376,11 @@ impl Agent {
             Signal::ScriptOk | Signal::Registered | Signal::Deregistered => LastError::default(),
         };
         let (reason, detail) = (error.reason.to_owned(), error.detail);
-        self.memory.reported = Some(Report { signal, run_id, at: Timestamp::now(), reason, detail });
+        let claims = match &self.record {
+            Record::Seen { instance, .. } => instance.claims,
+            Record::Never | Record::Gone => 0,
+        };
+        self.memory.reported = Some(Report { signal, run_id, claims, reason, detail });
         self.unsent = true;
         self.files.remember(&self.memory)
     }

@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use jiff::Timestamp;
-use paddock_record::{KeyPair, Signal};
+use paddock_record::{Instance, KeyPair, Signal};
 use serde::{Deserialize, Serialize};
 
 use crate::process::Alive;
@@ -33,6 +33,27 @@ pub struct Memory {
     /// The last signal for the operator, sent or still to be sent.
     #[serde(rename = "said")]
     pub reported: Option<Report>,
+    /// The threshold and `updatedAt` of the record, and when they were first read: a restart of the agent is no more time.
+    #[serde(default)]
+    pub lifetime: Option<Lifetime>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Lifetime {
+    pub threshold: Option<Timestamp>,
+    pub updated_at: Timestamp,
+    /// By the machine's own clock.
+    pub since: Timestamp,
+}
+
+impl Lifetime {
+    /// That of `record`, which was read at `now`. A `since` in the future is of a clock that was wrong then.
+    pub fn of(record: &Instance, known: Option<Self>, now: Timestamp) -> Self {
+        let Instance { threshold, updated_at, .. } = *record;
+        let same = known.filter(|known| (known.threshold, known.updated_at) == (threshold, updated_at));
+        Self { threshold, updated_at, since: same.map_or(now, |known| known.since.min(now)) }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,7 +69,9 @@ pub struct Serving {
 pub struct Report {
     pub signal: Signal,
     pub run_id: String,
-    pub at: Timestamp,
+    /// The record's number of claims.
+    #[serde(default)]
+    pub claims: u32,
     /// `reason` and `detail` are set for failures only.
     #[serde(default)]
     pub reason: String,
@@ -152,9 +175,14 @@ mod tests {
             reported: Some(Report {
                 signal: Signal::Registered,
                 run_id: "7".into(),
-                at: Timestamp::UNIX_EPOCH,
+                claims: 3,
                 reason: String::new(),
                 detail: String::new(),
+            }),
+            lifetime: Some(Lifetime {
+                threshold: Some(Timestamp::UNIX_EPOCH),
+                updated_at: Timestamp::UNIX_EPOCH,
+                since: Timestamp::UNIX_EPOCH,
             }),
         };
         files.remember(&memory).unwrap();
@@ -176,5 +204,22 @@ mod tests {
         fs::write(root.path().join("var/lib/paddock/key"), "short").unwrap();
         assert_eq!(files.recall(), Memory::default());
         assert_eq!(files.key().unwrap().0.to_bytes(), files.key().unwrap().0.to_bytes());
+    }
+
+    #[test]
+    fn the_time_of_a_record_counts_from_its_first_read() {
+        let at = |second| Timestamp::from_second(second).unwrap();
+        let item = paddock_record::key(paddock_record::entity::INSTANCE, "i-1");
+        let mut record = Instance::from_item(&item);
+        (record.threshold, record.updated_at) = (Some(at(900)), at(800));
+        let first = Lifetime::of(&record, None, at(10));
+        assert_eq!(first.since, at(10));
+        assert_eq!(Lifetime::of(&record, Some(first), at(60)), first);
+        assert_eq!(Lifetime::of(&record, Some(first), at(5)).since, at(5), "the clock was set back");
+        record.threshold = Some(at(901));
+        assert_eq!(Lifetime::of(&record, Some(first), at(60)).since, at(60), "renewed");
+        record.threshold = Some(at(900));
+        record.updated_at = at(801);
+        assert_eq!(Lifetime::of(&record, Some(first), at(60)).since, at(60), "changed");
     }
 }

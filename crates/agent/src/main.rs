@@ -10,6 +10,7 @@ mod runner;
 mod runner_log;
 mod step;
 mod store;
+mod uptime;
 
 use std::{io::IsTerminal, path::PathBuf, time::Duration};
 

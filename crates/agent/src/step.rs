@@ -14,8 +14,9 @@ pub enum Record {
     Never,
     /// It was found before and is now missing.
     Gone,
-    /// The record as of `read_at`, which is in the past while the table cannot be reached.
-    Seen { instance: Box<Instance>, read_at: Timestamp },
+    /// The record as of `read_at`, which is in the past while the table cannot be reached. Its threshold and `updatedAt`
+    /// were first read at `since`.
+    Seen { instance: Box<Instance>, read_at: Timestamp, since: Timestamp },
 }
 
 /// The pre-runner script.
@@ -42,7 +43,7 @@ pub enum Runner {
     Busy,
 }
 
-/// The inputs of a decision.
+/// The inputs of a decision. All instants are by the machine's own clock, except those within the record.
 #[derive(Debug, Clone)]
 pub struct Facts<'a> {
     pub record: &'a Record,
@@ -50,9 +51,8 @@ pub struct Facts<'a> {
     /// The run this machine was last set up for, until it is scrubbed.
     pub serving: Option<&'a str>,
     pub runner: Runner,
-    /// The last signal reported to the operator.
-    pub reported: Option<(Signal, &'a str)>,
-    pub reported_at: Timestamp,
+    /// The last signal reported to the operator, with its run and the record's number of claims.
+    pub reported: Option<(Signal, &'a str, u32)>,
     /// EC2 has announced a spot interruption.
     pub reclaimed: bool,
     /// Consecutive failures of the current action, and when it may be retried.
@@ -97,8 +97,10 @@ impl End {
             Self::Unclaimed => "no record of this instance has appeared in its time to be created",
             Self::RecordGone => "the record of this instance was removed",
             Self::Terminated => "the record says terminated",
-            Self::Expired => "the threshold is more than a minute past",
-            Self::RecordUnreadable => "the threshold is more than an hour past and the record cannot be read",
+            Self::Expired => "the time of this instance ended more than a minute ago",
+            Self::RecordUnreadable => {
+                "the time of this instance ended more than an hour ago and the record cannot be read"
+            }
         }
     }
 }
@@ -115,8 +117,9 @@ pub fn step<'a>(facts: &Facts<'a>, now: Timestamp) -> Action<'a> {
     }
 }
 
-/// Whether the instance must shut down. The threshold is compared with the time it was read, because the operator may
-/// have extended it during an outage of the table.
+/// Whether the instance must shut down. Its time ends as long after it has read a threshold as that is ahead of
+/// `updatedAt`: the record's instants are by another clock. The end is compared with the time of the last read, because the
+/// operator may have extended it during an outage of the table.
 fn end(facts: &Facts, now: Timestamp) -> Option<End> {
     let passed = |since: Timestamp, slack: Duration, at: Timestamp| {
         at.duration_since(since) > SignedDuration::try_from(slack).unwrap_or(SignedDuration::MAX)
@@ -125,14 +128,16 @@ fn end(facts: &Facts, now: Timestamp) -> Option<End> {
         Record::Never => passed(facts.first_start, facts.created_lifetime.saturating_add(EXPIRY_SLACK), now)
             .then_some(End::Unclaimed),
         Record::Gone => Some(End::RecordGone),
-        Record::Seen { instance, read_at } => match (instance.state, instance.threshold) {
+        Record::Seen { instance, read_at, since } => match (instance.state, instance.threshold) {
             (State::Terminated, _) => Some(End::Terminated),
             (State::Created | State::Running | State::Idle | State::Claimed | State::Unknown, None) => None,
             (State::Created | State::Running | State::Idle | State::Claimed | State::Unknown, Some(threshold)) => {
-                if passed(threshold, EXPIRY_SLACK, *read_at) {
+                let lifetime = threshold.duration_since(instance.updated_at).max(SignedDuration::ZERO);
+                let end = since.saturating_add(lifetime).unwrap_or(Timestamp::MAX);
+                if passed(end, EXPIRY_SLACK, *read_at) {
                     Some(End::Expired)
                 } else {
-                    passed(threshold, UNREADABLE_RECORD_SLACK, now).then_some(End::RecordUnreadable)
+                    passed(end, UNREADABLE_RECORD_SLACK, now).then_some(End::RecordUnreadable)
                 }
             }
         },
@@ -144,9 +149,7 @@ fn serve<'a>(facts: &Facts<'a>, record: &'a Instance, now: Timestamp) -> Action<
     let wanted = Some(record.run_id.as_str()).filter(|run| !run.is_empty());
     match (facts.serving, wanted) {
         (None, None) if record.leaving.is_empty() => Action::Wait,
-        // The run may have been released before it was registered. A rerun keeps its run id, so a report that predates
-        // this release does not count.
-        (None, None) if facts.reported_at < record.updated_at => Action::Report(Signal::Deregistered, &record.leaving),
+        // The run may have been released before it was registered.
         (None, None) => facts.report(Signal::Deregistered, &record.leaving, Action::Wait),
         (None, Some(run)) => start_serving(facts, record, run, now),
         (Some(own), Some(run)) if own == run => keep_serving(facts, record, own, now),
@@ -187,9 +190,13 @@ fn stop_serving<'a>(facts: &Facts<'a>, record: &'a Instance, own: &'a str, now: 
 }
 
 impl<'a> Facts<'a> {
-    /// Reports the signal unless it was the last one reported; then continues with `next`.
+    /// Reports the signal unless it was the last one reported, for the same claim of the same run; then continues with `next`.
     fn report(&self, signal: Signal, run: &'a str, next: Action<'a>) -> Action<'a> {
-        if self.reported == Some((signal, run)) { next } else { Action::Report(signal, run) }
+        let claims = match self.record {
+            Record::Never | Record::Gone => 0,
+            Record::Seen { instance, .. } => instance.claims,
+        };
+        if self.reported == Some((signal, run, claims)) { next } else { Action::Report(signal, run) }
     }
 
     /// Retries after the backoff, and reports the failure once it has repeated often enough.

@@ -24,7 +24,7 @@ fn instance(state: State, run: &str, sealed: &str) -> Instance {
 }
 
 fn seen(instance: Instance) -> Record {
-    Record::Seen { instance: Box::new(instance), read_at: now() }
+    Record::Seen { instance: Box::new(instance), read_at: now(), since: now() }
 }
 
 /// A machine whose script has succeeded and that serves no run.
@@ -35,7 +35,6 @@ fn facts(record: &Record) -> Facts<'_> {
         serving: None,
         runner: Runner::Absent,
         reported: None,
-        reported_at: now(),
         reclaimed: false,
         failures: 0,
         retry_at: now(),
@@ -58,19 +57,30 @@ fn the_script_comes_first_and_its_failure_keeps_the_instance_out() {
 #[test]
 fn a_release_is_reported_even_if_an_earlier_one_of_the_same_run_was() {
     let mut leaving = instance(State::Idle, "", "token");
-    (leaving.leaving, leaving.updated_at) = ("A".into(), now());
+    (leaving.leaving, leaving.claims) = ("A".into(), 2);
     let record = seen(leaving);
-    let reported = Some((Signal::Deregistered, "A"));
-    let before = Facts { reported, reported_at: now() - SECOND, ..facts(&record) };
-    assert_eq!(step(&before, now()), Action::Report(Signal::Deregistered, "A"));
-    let after = Facts { reported, reported_at: now(), ..facts(&record) };
-    assert_eq!(step(&after, now()), Action::Wait);
+    let first = Facts { reported: Some((Signal::Deregistered, "A", 1)), ..facts(&record) };
+    assert_eq!(step(&first, now()), Action::Report(Signal::Deregistered, "A"));
+    let second = Facts { reported: Some((Signal::Deregistered, "A", 2)), ..facts(&record) };
+    assert_eq!(step(&second, now()), Action::Wait);
+}
+
+#[test]
+fn a_registration_is_reported_again_to_the_next_claim_of_the_same_run() {
+    let mut again = instance(State::Claimed, "A", "token");
+    again.claims = 2;
+    let record = seen(again);
+    for (claims, action) in [(1, Action::Report(Signal::Registered, "A")), (2, Action::Wait)] {
+        let reported = Some((Signal::Registered, "A", claims));
+        let facts = Facts { serving: Some("A"), runner: Runner::Idle, reported, ..facts(&record) };
+        assert_eq!(step(&facts, now()), action, "{claims}");
+    }
 }
 
 #[test]
 fn each_step_moves_the_machine_towards_its_record() {
     use Runner::*;
-    let registered = Some((Signal::Registered, "A"));
+    let registered = Some((Signal::Registered, "A", 0));
     let (a, b) = (instance(State::Running, "A", "token"), instance(State::Claimed, "B", "token"));
     let (unclaimed, tokenless) = (instance(State::Idle, "", "token"), instance(State::Idle, "", ""));
     let waiting = instance(State::Created, "A", "");
@@ -82,7 +92,7 @@ fn each_step_moves_the_machine_towards_its_record() {
         // record, serving, runner, reported → action
         (&unclaimed, None, Absent, None, Action::Wait),
         (&leaving, None, Absent, None, Action::Report(Signal::Deregistered, "A")),
-        (&leaving, None, Absent, Some((Signal::Deregistered, "A")), Action::Wait),
+        (&leaving, None, Absent, Some((Signal::Deregistered, "A", 0)), Action::Wait),
         (&leaving, Some("A"), Idle, registered, Action::StopRunner),
         (&leaving, Some("A"), Stopped, registered, remove),
         (&waiting, None, Absent, None, Action::Wait),
@@ -92,7 +102,7 @@ fn each_step_moves_the_machine_towards_its_record() {
         (&a, Some("A"), Starting, None, Action::Wait),
         (&a, Some("A"), Idle, None, Action::Report(Signal::Registered, "A")),
         (&a, Some("A"), Busy, None, Action::Report(Signal::Registered, "A")),
-        (&a, Some("A"), Idle, Some((Signal::Registered, "Z")), Action::Report(Signal::Registered, "A")),
+        (&a, Some("A"), Idle, Some((Signal::Registered, "Z", 0)), Action::Report(Signal::Registered, "A")),
         (&a, Some("A"), Idle, registered, Action::Wait),
         (&a, Some("A"), Busy, registered, Action::Wait),
         (&a, Some("A"), Stopped, registered, Action::StartRunner),
@@ -136,7 +146,7 @@ fn attempts_back_off_and_a_repeated_failure_is_reported() {
         assert_eq!(step(&Facts { failures: FAILURES_BEFORE_REPORT - 1, ..base.clone() }, now()), action);
         let failing = Facts { failures: FAILURES_BEFORE_REPORT, retry_at: later, ..base.clone() };
         assert_eq!(step(&failing, now()), Action::Report(failed, "A"));
-        let reported = Facts { reported: Some((failed, "A")), ..failing };
+        let reported = Facts { reported: Some((failed, "A", 0)), ..failing };
         assert_eq!(step(&reported, now()), Action::Wait);
         assert_eq!(step(&reported, later), action);
     }
@@ -148,20 +158,27 @@ fn a_reclaimed_spot_instance_finishes_its_job_and_takes_no_other() {
     let of = |serving, runner, reported| {
         step(&Facts { serving, runner, reported, reclaimed: true, ..facts(&record) }, now())
     };
-    let registered = Some((Signal::Registered, "A"));
+    let registered = Some((Signal::Registered, "A", 0));
     assert_eq!(of(Some("A"), Runner::Busy, registered), Action::Wait);
     assert_eq!(of(Some("A"), Runner::Idle, registered), Action::StopRunner);
     assert_eq!(of(Some("A"), Runner::Stopped, registered), Action::Wait);
     assert_eq!(of(None, Runner::Absent, None), Action::Report(Signal::RegistrationFailed, "A"));
-    assert_eq!(of(None, Runner::Absent, Some((Signal::RegistrationFailed, "A"))), Action::Wait);
+    assert_eq!(of(None, Runner::Absent, Some((Signal::RegistrationFailed, "A", 0))), Action::Wait);
 }
 
 #[test]
 fn an_expired_instance_shuts_down_in_every_phase() {
-    let expiring = |passed: SignedDuration, read_at: Timestamp| {
+    let expiring = |since: SignedDuration, read_at: Timestamp| {
         let mut instance = instance(State::Running, "A", "");
-        instance.threshold = Some(now() - passed);
-        Record::Seen { instance: Box::new(instance), read_at }
+        // By a clock that is years away. Its time is ten minutes from when it was first read.
+        instance.updated_at = Timestamp::UNIX_EPOCH;
+        instance.threshold = Some(Timestamp::UNIX_EPOCH + MINUTE * 10);
+        Record::Seen { instance: Box::new(instance), read_at, since: now() - since }
+    };
+    let past = |since| {
+        let mut instance = instance(State::Running, "A", "");
+        (instance.updated_at, instance.threshold) = (now(), Some(now() - MINUTE * 60));
+        Record::Seen { instance: Box::new(instance), read_at: now(), since: now() - since }
     };
     let (hour, long_ago) = (SignedDuration::from_hours(1), now() - SignedDuration::from_hours(2));
     let table = [
@@ -169,11 +186,13 @@ fn an_expired_instance_shuts_down_in_every_phase() {
         (Record::Gone, now(), Some(End::RecordGone)),
         (Record::Never, now() - MINUTE * 11, None),
         (Record::Never, now() - MINUTE * 11 - SECOND, Some(End::Unclaimed)),
-        (expiring(MINUTE, now()), long_ago, None),
-        (expiring(MINUTE + SECOND, now()), long_ago, Some(End::Expired)),
-        // Read before the threshold passed and unreadable since: the operator may have extended the threshold.
-        (expiring(hour, now() - hour), long_ago, None),
-        (expiring(hour + SECOND, now() - hour), long_ago, Some(End::RecordUnreadable)),
+        (expiring(MINUTE * 11, now()), long_ago, None),
+        (expiring(MINUTE * 11 + SECOND, now()), long_ago, Some(End::Expired)),
+        (past(MINUTE), long_ago, None),
+        (past(MINUTE + SECOND), long_ago, Some(End::Expired)),
+        // Read before its time ended and unreadable since: the operator may have extended it.
+        (expiring(MINUTE * 10 + hour, now() - hour), long_ago, None),
+        (expiring(MINUTE * 10 + hour + SECOND, now() - hour), long_ago, Some(End::RecordUnreadable)),
     ];
     for (record, first_start, ends) in table {
         for runner in [Runner::Absent, Runner::Stopped, Runner::Starting, Runner::Idle, Runner::Busy] {

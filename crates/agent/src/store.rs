@@ -58,9 +58,9 @@ impl Store {
     }
 
     pub async fn write_signal(&self, report: &Report, now: Timestamp) -> Result<()> {
-        let Report { signal, run_id, reason, detail, .. } = report.clone();
-        let signal =
-            WorkerSignal { instance_id: self.instance_id.clone(), signal, run_id, updated_at: now, reason, detail };
+        let Report { signal, run_id, claims, reason, detail } = report.clone();
+        let signal = WorkerSignal::new(&self.instance_id, signal, &run_id, claims, now);
+        let signal = WorkerSignal { reason, detail, ..signal };
         let put = self.client.put_item().table_name(&self.table).set_item(Some(signal.to_item())).send();
         put.await.map_err(plain).context("cannot write the signal").map(drop)
     }

@@ -8,6 +8,7 @@
 pub mod api;
 pub mod backoff;
 pub mod boards;
+pub mod clock_skew;
 pub mod demand;
 pub mod ec2;
 #[cfg(any(test, feature = "fixtures"))]

@@ -10,8 +10,8 @@ pub const HEARTBEAT: Duration = Duration::from_secs(5);
 /// interval; four small reads a second cost an instance less than a cent a day.
 pub const POLL: Duration = Duration::from_millis(250);
 
-/// How long after its threshold an instance terminates itself. The operator terminates it at the threshold; the slack
-/// keeps an agent whose clock is ahead from acting first.
+/// How long after its threshold an instance terminates itself. The operator terminates it at the threshold; the agent
+/// counts from when it has read that threshold, by its own clock.
 pub const EXPIRY_SLACK: Duration = Duration::from_secs(60);
 
 /// The agent's configuration, in the instance's user data. Every process on the instance can read it, so it holds no

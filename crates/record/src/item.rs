@@ -111,6 +111,10 @@ pub struct WorkerSignal {
     pub instance_id: String,
     pub signal: Signal,
     pub run_id: String,
+    /// The record's [`Instance::claims`] as the agent had read it: a restarted run has the same id, and clocks differ. None
+    /// if an earlier version wrote it.
+    pub claims: Option<u32>,
+    /// By the agent's clock.
     pub updated_at: Timestamp,
     /// What failed, if the signal does not show it, such as [`SCRUB`]; otherwise empty.
     pub reason: String,
@@ -221,9 +225,9 @@ impl Heartbeat {
 }
 
 impl WorkerSignal {
-    pub fn new(instance_id: &str, signal: Signal, run_id: &str, updated_at: Timestamp) -> Self {
-        let (instance_id, run_id) = (instance_id.to_owned(), run_id.to_owned());
-        Self { instance_id, signal, run_id, updated_at, reason: String::new(), detail: String::new() }
+    pub fn new(instance_id: &str, signal: Signal, run_id: &str, claims: u32, updated_at: Timestamp) -> Self {
+        let (instance_id, run_id, claims) = (instance_id.to_owned(), run_id.to_owned(), Some(claims));
+        Self { instance_id, signal, run_id, claims, updated_at, reason: String::new(), detail: String::new() }
     }
 
     pub fn to_item(&self) -> Item {
@@ -231,7 +235,8 @@ impl WorkerSignal {
         let value = [(a::SIGNAL, self.signal.to_string()), (a::RUN_ID, self.run_id.clone())];
         let failure = [(a::REASON, self.reason.clone()), (a::DETAIL, self.detail.clone())];
         let value = value.into_iter().chain(failure.into_iter().filter(|(_, text)| !text.is_empty()));
-        let value = value.map(|(name, text)| (name.to_owned(), AttributeValue::S(text))).collect();
+        let claims = self.claims.map(|claims| (a::CLAIMS.to_owned(), AttributeValue::N(claims.to_string())));
+        let value = value.map(|(name, text)| (name.to_owned(), AttributeValue::S(text))).chain(claims).collect();
         item.insert(a::VALUE.into(), AttributeValue::M(value));
         item.insert(a::UPDATED_AT.into(), AttributeValue::S(stamp(self.updated_at)));
         item
@@ -245,6 +250,7 @@ impl WorkerSignal {
         Ok(Self {
             signal: inner.parsed(a::SIGNAL)?,
             run_id: inner.text(a::RUN_ID),
+            claims: value.contains_key(a::CLAIMS).then(|| inner.number(a::CLAIMS)),
             reason: inner.text(a::REASON),
             detail: inner.text(a::DETAIL),
             updated_at: outer.time(a::UPDATED_AT).unwrap_or(Timestamp::UNIX_EPOCH),
@@ -327,8 +333,10 @@ pub(crate) mod tests {
         let beat =
             Heartbeat { instance_id: "i-1".into(), updated_at: time, public_key: Some(KeyPair::generate().public()) };
         assert_eq!(Heartbeat::from_item(&beat.to_item()), Ok(beat));
-        let signal = WorkerSignal::new("i-1", Signal::Registered, "9", time);
+        let signal = WorkerSignal::new("i-1", Signal::Registered, "9", 2, time);
         assert_eq!(WorkerSignal::from_item(&signal.to_item()), Ok(signal.clone()));
+        let earlier = WorkerSignal { claims: None, ..signal.clone() };
+        assert_eq!(WorkerSignal::from_item(&earlier.to_item()), Ok(earlier));
         let failure = WorkerSignal { reason: SCRUB.into(), detail: "exit status: 1".into(), ..signal };
         assert_eq!(WorkerSignal::from_item(&failure.to_item()), Ok(failure));
     }

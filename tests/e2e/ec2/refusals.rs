@@ -25,7 +25,7 @@ pub async fn long_error_of_a_machine_is_cut_and_shown(world: &World) -> Result<(
     let id = pool.the(State::Created).await?;
     let detail = format!("no disk {}", "\u{1F4BE}".repeat(LONG_DETAIL / 4));
     pool.cloud
-        .forge(&WorkerSignal { detail, ..WorkerSignal::new(&id, Signal::ScriptFailed, "9600", Timestamp::now()) })
+        .forge(&WorkerSignal { detail, ..WorkerSignal::new(&id, Signal::ScriptFailed, "9600", 1, Timestamp::now()) })
         .await?;
     let failed = pool.until_phase("build", ClaimPhase::Failed).await?;
     let (reason, message) = why(&failed);

@@ -5,14 +5,14 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use paddock_record::{Heartbeat, IdleMessage, Instance, PublicKey, Signal, State, WorkerSignal};
 
-use crate::api::{Ec2Pool, Ec2Timeouts, FailureReason, head};
+use crate::{
+    api::{Ec2Pool, Ec2Timeouts, FailureReason, head},
+    clock_skew::CLOCK_SKEW_MAX,
+};
 
-/// How far the clocks of operator and instance may differ.
-const CLOCK_SKEW: SignedDuration = SignedDuration::from_secs(5);
-
-/// The skew of clocks that does no harm. Whether an agent is alive is measured with the operator's clock alone; an older
-/// heartbeat that a new leader finds is the only exception.
-pub const CLOCK_SKEW_MAX: SignedDuration = SignedDuration::from_mins(5);
+/// A heartbeat that a new leader finds is of a machine that died if it is older than this, the only comparison with an
+/// agent's clock: [`CLOCK_SKEW_MAX`], and a minute between two beats, their reads, and until the leader knows its own skew.
+const OLD_HEARTBEAT: SignedDuration = CLOCK_SKEW_MAX.saturating_add(SignedDuration::from_mins(1));
 
 /// How often the heartbeats of all agents are read.
 pub const HEARTBEAT_READ_PERIOD: Duration = Duration::from_secs(2);
@@ -51,24 +51,32 @@ pub struct Machine {
     pub read_at: Timestamp,
     /// How long its heartbeat has been the same, by this operator's clock alone.
     pub silent: SignedDuration,
+    /// How far its clock is ahead of the operator's, by its last heartbeat. That is up to [`HEARTBEAT_READ_PERIOD`] old, and
+    /// so is what a clock seems to be behind. None before a second one has come.
+    pub skew: Option<SignedDuration>,
 }
 
 impl Machine {
     /// A machine that this operator has not read before. Its heartbeat counts as new unless it is older than clocks differ.
     pub fn new(record: Instance, report: AgentReport, now: Timestamp) -> Self {
         let age = report.heartbeat.as_ref().map(|beat| now.duration_since(beat.updated_at));
-        let silent = age.filter(|age| *age > CLOCK_SKEW_MAX).unwrap_or_default();
-        Self { record, report, read_at: now, silent }
+        let silent = age.filter(|age| *age > OLD_HEARTBEAT).unwrap_or_default();
+        Self { record, report, read_at: now, silent, skew: None }
     }
 
     /// Takes in the heartbeat as it was read at `now`. One that is missing counts as unchanged: a read that is not
     /// consistent may miss it.
     pub fn read_heartbeat(&mut self, found: Option<Heartbeat>, now: Timestamp) {
-        let gap = now.duration_since(self.read_at).clamp(SignedDuration::ZERO, READ_GAP_MAX);
+        let elapsed = now.duration_since(self.read_at);
+        let gap = elapsed.clamp(SignedDuration::ZERO, READ_GAP_MAX);
         let last = self.report.heartbeat.as_ref().map(|beat| beat.updated_at);
         self.read_at = now;
         match (found, last) {
             (Some(found), last) if last != Some(found.updated_at) => {
+                // Otherwise it may have been there for longer.
+                if last.is_some() && elapsed <= READ_GAP_MAX {
+                    self.skew = Some(found.updated_at.duration_since(now));
+                }
                 (self.report.heartbeat, self.silent) = (Some(found), SignedDuration::ZERO);
             }
             (_, Some(_)) => self.silent += gap,
@@ -109,15 +117,16 @@ impl Machine {
         self.public_key().is_some()
     }
 
+    /// Whether its agent's last signal is this one, for the record's number of claims: a re-run has the same id, and a
+    /// signal of the first attempt must not count for the second. Without a number, of an agent of an earlier version, it
+    /// counts for the run unless it would return the machine to the pool: such a machine serves one more claim and ends.
     pub(super) fn signalled(&self, signal: Signal, run_id: &str) -> bool {
-        self.report.signal.as_ref().is_some_and(|last| last.signal == signal && last.run_id == run_id)
-    }
-
-    /// Whether the signal is newer than the record's last transition: a re-run has the same id, and a signal of the
-    /// first attempt must not count for the second.
-    pub(super) fn signalled_since_transition(&self) -> bool {
-        let transition = self.record.updated_at - CLOCK_SKEW;
-        self.report.signal.as_ref().is_some_and(|signal| signal.updated_at >= transition)
+        let same_claim = |last: &WorkerSignal| match last.claims {
+            Some(claims) => claims == self.record.claims,
+            None => signal != Signal::Deregistered,
+        };
+        let is_it = |last: &WorkerSignal| last.signal == signal && last.run_id == run_id && same_claim(last);
+        self.report.signal.as_ref().is_some_and(is_it)
     }
 
     /// `what` with the detail that the agent reported; the machine's own log is lost with the machine.

@@ -57,11 +57,9 @@ pub fn upkeep(tracked: &Machine, pool: &Ec2Pool, keep: bool, now: Timestamp) -> 
         State::Running if record.run_id.is_empty() => Upkeep::Warm,
         State::Idle if !record.leaving.is_empty() => {
             let limit = SignedDuration::from(pool.timeouts.deregistration);
-            if tracked.signalled(Signal::Deregistered, &record.leaving) && tracked.signalled_since_transition() {
+            if tracked.signalled(Signal::Deregistered, &record.leaving) {
                 retirement(record, pool).unwrap_or(Upkeep::Pool)
-            } else if tracked.signalled(Signal::DeregistrationFailed, &record.leaving)
-                && tracked.signalled_since_transition()
-            {
+            } else if tracked.signalled(Signal::DeregistrationFailed, &record.leaving) {
                 // Either way it is not reused: what its last run left behind is unknown.
                 match tracked.report.signal.as_ref().is_some_and(|signal| signal.reason == SCRUB) {
                     true => Upkeep::End(

@@ -64,12 +64,22 @@ fn a_machine_held_for_a_claim_that_does_not_exist_is_abandoned() {
 }
 
 #[test]
-fn a_signal_from_before_the_release_does_not_count() {
+fn i1_a_signal_of_the_runs_first_attempt_does_not_count_for_the_second_whatever_its_time() {
     let mut it = tracked(leaving(RUN, record("i-1", State::Idle, "", at(60))));
-    it.report.signal = Some(said(Signal::Deregistered, RUN));
-    assert_eq!(upkeep(&it, &pool(), false, at(61)), Upkeep::Leave, "that was the run's first attempt");
-    it.report.signal.as_mut().unwrap().updated_at = at(61);
-    assert_eq!(upkeep(&it, &pool(), false, at(61)), Upkeep::Pool);
+    it.record.claims = 2;
+    let mut after = |signal, claims, second| {
+        it.report.signal = Some(WorkerSignal { claims, updated_at: at(second), ..said(signal, RUN) });
+        upkeep(&it, &pool(), false, at(61))
+    };
+    for signal in [Signal::Deregistered, Signal::DeregistrationFailed] {
+        assert_eq!(after(signal, Some(1), 9999), Upkeep::Leave);
+    }
+    assert_eq!(after(Signal::Deregistered, Some(2), -9999), Upkeep::Pool);
+    assert_eq!(after(Signal::Deregistered, None, 61), Upkeep::Leave, "an earlier version does not say for which");
+    for claims in [Some(2), None] {
+        let ended = after(Signal::DeregistrationFailed, claims, -9999);
+        assert!(matches!(ended, Upkeep::End(FailureReason::DeregistrationFailed, _)), "{ended:?}");
+    }
 }
 
 #[test]
@@ -105,7 +115,7 @@ fn a_machine_that_has_served_its_claims_ends_once_it_has_left_github() {
     ] {
         let mut it = tracked(leaving(last_run, record("i-1", State::Idle, "", at(0))));
         it.record.claims = claims;
-        it.report.signal = signal.map(|signal| said(signal, RUN));
+        it.report.signal = signal.map(|signal| WorkerSignal { claims: Some(claims), ..said(signal, RUN) });
         let decided = upkeep(&it, &pool, true, at(1));
         assert_eq!(matches!(decided, Upkeep::End(FailureReason::MaxClaimsServed, _)), ends, "{claims} {last_run:?}");
     }
