@@ -2,13 +2,13 @@
 
 use std::{sync::Arc, time::Duration};
 
-use jiff::{SignedDuration, Timestamp};
+use jiff::SignedDuration;
 use kube::{
     ResourceExt,
     api::{DeleteParams, Preconditions},
 };
 use paddock_core::{api::RunnerClaim, retention::is_outdated};
-use paddock_effects::kube::objects;
+use paddock_effects::{clock, kube::objects};
 use tokio_util::sync::CancellationToken;
 
 use super::{Shared, every};
@@ -26,7 +26,7 @@ pub async fn run(shared: Arc<Shared>, stop: CancellationToken) {
     let period = period(retention);
     let retention = SignedDuration::try_from(retention).unwrap_or(SignedDuration::MAX);
     every("retention", period, shared.metrics.clone(), stop, || async {
-        let now = Timestamp::now();
+        let now = clock::now();
         for claim in shared.stores.claims.store.state_filter(|claim| is_outdated(claim, retention, now)) {
             if let Err(error) = delete(&shared, &claim).await {
                 tracing::warn!(claim = claim.name_any(), %error, "finished claim not deleted");

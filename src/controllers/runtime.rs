@@ -22,6 +22,7 @@ use paddock_core::backoff::Backoff;
 pub use paddock_core::next::Next;
 use paddock_effects::{
     aws::AwsError,
+    clock,
     github::{GitHubError, credentials::CredentialsError},
     kube::objects::KubeError,
     lock,
@@ -72,7 +73,7 @@ impl Error {
 
 /// The time from now until just after a point in time.
 pub fn time_until(at: Timestamp) -> Duration {
-    at.duration_since(Timestamp::now()).max(SignedDuration::ZERO).unsigned_abs() + TIME_UNTIL_MARGIN
+    at.duration_since(clock::now()).max(SignedDuration::ZERO).unsigned_abs() + TIME_UNTIL_MARGIN
 }
 
 fn action(next: Next) -> Action {

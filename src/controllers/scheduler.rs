@@ -15,6 +15,7 @@ use paddock_core::{
     names::PoolKey,
 };
 use paddock_effects::{
+    clock,
     kube::objects::{self, KubeError},
     lock,
     metrics::ControllerLabel,
@@ -104,7 +105,7 @@ impl BoardContext {
             jobs: &jobs,
             owner_backoffs: &self.memory.owner_backoffs(),
             prefix: &self.prefix,
-            now: Timestamp::now(),
+            now: clock::now(),
         });
         self.enqueue_workers(&plan, &workers);
 

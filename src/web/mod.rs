@@ -13,8 +13,7 @@ use axum::{
     response::{IntoResponse, Redirect, Response},
     routing::{get, post},
 };
-use jiff::Timestamp;
-use paddock_effects::{kube::stores::Stores, metrics::Metrics};
+use paddock_effects::{clock, kube::stores::Stores, metrics::Metrics};
 use serde::Serialize;
 
 use self::paging::{Query, Window};
@@ -110,7 +109,7 @@ fn paginate<T>(
     rows: impl Fn(&Window) -> Vec<T>,
     show: impl Fn(Vec<T>) -> Response,
 ) -> Response {
-    match query.window(Timestamp::now()) {
+    match query.window(clock::now()) {
         Err(error) => (StatusCode::BAD_REQUEST, format!("{error}\n")).into_response(),
         Ok(window) => {
             let (rows, link) = window.paginate(rows(&window), uri.path(), query);

@@ -18,6 +18,7 @@ use paddock_core::{
     },
 };
 use paddock_effects::{
+    clock,
     github::{GitHubError, credentials::Credentials},
     metrics::WebhookLabel,
 };
@@ -69,7 +70,7 @@ struct ReadOutcome {
 impl Logs {
     /// Reads the log of every App once, concurrently, so that a slow one does not delay the others.
     async fn read(&mut self) -> Result<(), Error> {
-        let began = Timestamp::now();
+        let began = clock::now();
         let retention = SignedDuration::try_from(self.shared.settings.retention).unwrap_or(SignedDuration::MAX);
         let apps = self.apps().await;
         self.readings.retain(|app, _| apps.contains_key(app));

@@ -2,6 +2,7 @@
 
 pub mod aws;
 pub mod cache;
+pub mod clock;
 pub mod fence;
 pub mod github;
 pub mod kube;

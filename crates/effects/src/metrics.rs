@@ -18,6 +18,12 @@ pub struct DiscardLabel {
     pub reason: &'static str,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ClockLabel {
+    /// `aws`, `github`, or `agents`.
+    pub source: &'static str,
+}
+
 /// All values are from fixed sets; user input is never part of a label.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub struct WebhookLabel {
@@ -38,6 +44,8 @@ pub struct Metrics {
     pub claim_seconds: Histogram,
     /// Discarded messages of the idle queues, by reason.
     pub discarded_messages: Family<DiscardLabel, Counter>,
+    /// How far this machine's clock is ahead of a service's, and that of the worst agent ahead of the operator's.
+    pub clock_skew: Family<ClockLabel, Gauge<f64, AtomicU64>>,
     /// Webhooks, by outcome.
     pub webhooks: Family<WebhookLabel, Counter>,
     /// From a webhook's arrival to its response.
@@ -52,6 +60,7 @@ impl Default for Metrics {
         let (reconciles, reconcile_errors) = (Family::default(), Family::default());
         let claim_seconds = Histogram::new(seconds);
         let (discarded_messages, webhooks) = (Family::default(), Family::default());
+        let clock_skew = Family::default();
         // An ignored webhook takes less than a millisecond; GitHub's timeout is 10 s.
         let webhook_seconds = Histogram::new([0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0]);
 
@@ -62,6 +71,9 @@ impl Default for Metrics {
         registry.register("claim_ready_seconds", "Time from a claim's creation to Ready", claim_seconds.clone());
         let help = "Messages of the idle pool that were thrown away, by reason";
         registry.register("discarded_messages", help, discarded_messages.clone());
+        let help =
+            "How far the operator's clock is ahead of a service's, to 1 s, and the worst agent's ahead of it, to 2 s";
+        registry.register("clock_skew_seconds", help, clock_skew.clone());
         registry.register("webhooks", "Webhooks, by what became of them and why", webhooks.clone());
         registry.register("webhook_seconds", "Time from a webhook's arrival to its answer", webhook_seconds.clone());
         Self {
@@ -71,6 +83,7 @@ impl Default for Metrics {
             reconcile_errors,
             claim_seconds,
             discarded_messages,
+            clock_skew,
             webhooks,
             webhook_seconds,
         }

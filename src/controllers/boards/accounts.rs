@@ -2,14 +2,17 @@
 
 use std::time::Duration;
 
-use jiff::{SignedDuration, Timestamp};
+use jiff::SignedDuration;
 use paddock_core::{
     api::{BoardPool, BoardWorker, Owner},
     demand::quota::{self, NoRepository, Scope},
 };
-use paddock_effects::github::{
-    GitHubError,
-    credentials::{Credentials, CredentialsError},
+use paddock_effects::{
+    clock,
+    github::{
+        GitHubError,
+        credentials::{Credentials, CredentialsError},
+    },
 };
 
 use super::{BoardContext, RESYNC_PERIOD};
@@ -65,7 +68,7 @@ impl AccountError {
     pub fn retry(&self) -> Duration {
         match self {
             Self::GitHub(GitHubError::RateLimited { until }) => {
-                let wait = until.duration_since(Timestamp::now()).max(SignedDuration::from_secs(1));
+                let wait = until.duration_since(clock::now()).max(SignedDuration::from_secs(1));
                 wait.unsigned_abs().min(Duration::from_secs(600))
             }
             Self::GitHub(GitHubError::NoAnswer(pause)) => *pause + Duration::from_secs(1),

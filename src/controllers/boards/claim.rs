@@ -3,7 +3,6 @@
 use std::{future::ready, sync::Arc, time::Duration};
 
 use futures::StreamExt;
-use jiff::Timestamp;
 use kube::{
     ResourceExt,
     runtime::{
@@ -20,7 +19,10 @@ use paddock_core::{
         schedule::{Wait, is_open},
     },
 };
-use paddock_effects::kube::objects::{self, Written};
+use paddock_effects::{
+    clock,
+    kube::objects::{self, Written},
+};
 use tokio_util::sync::CancellationToken;
 
 use super::{BoardContext, RESYNC_PERIOD, enqueued, lock, requeue_by};
@@ -145,7 +147,7 @@ impl BoardContext {
             job: self.job_of(claim).map(|(state, _)| state),
             runner,
         };
-        status(claim, facts, Timestamp::now())
+        status(claim, facts, clock::now())
     }
 
     async fn write(&self, claim: &RunnerClaim, new: &RunnerClaimStatus) -> Result<(), Error> {
@@ -164,7 +166,7 @@ impl BoardContext {
         let phase = status.phase.unwrap_or_default();
         let created = claim.metadata.creation_timestamp.as_ref();
         if let (ClaimPhase::Ready, Some(created)) = (phase, created) {
-            let seconds = Timestamp::now().duration_since(created.0).as_secs_f64();
+            let seconds = clock::now().duration_since(created.0).as_secs_f64();
             self.shared.metrics.claim_seconds.observe(seconds);
         }
         // Intermediate phases are in the status; an event for each would dominate the writes.
@@ -178,5 +180,5 @@ impl BoardContext {
 
 fn is_new(claim: &RunnerClaim) -> bool {
     let created = claim.metadata.creation_timestamp.as_ref();
-    created.is_some_and(|created| Timestamp::now().duration_since(created.0).unsigned_abs() < FIRST_STATUS_DELAY)
+    created.is_some_and(|created| clock::now().duration_since(created.0).unsigned_abs() < FIRST_STATUS_DELAY)
 }

@@ -21,7 +21,10 @@ use paddock_core::{
         schedule::is_open,
     },
 };
-use paddock_effects::github::{GitHubError, WorkflowJob};
+use paddock_effects::{
+    clock,
+    github::{GitHubError, WorkflowJob},
+};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -71,7 +74,7 @@ pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
     let mut first = true;
     let mut quiet_polls = VecDeque::new();
     loop {
-        let now = Timestamp::now();
+        let now = clock::now();
         let (tasks, next) = board.due_tasks(&mut states, &under_way, &mut quiet_polls, first, now);
         first = false;
         for (runner_scope, task) in tasks {
@@ -107,7 +110,7 @@ pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
 
 impl PollState {
     fn finish(&mut self, runner_scope: &RunnerScope, outcome: Result<bool, AccountError>) {
-        let now = Timestamp::now();
+        let now = clock::now();
         match outcome {
             Ok(listed) => {
                 self.failures = 0;
@@ -238,7 +241,7 @@ impl BoardContext {
     async fn poll(&self, runner_scope: &RunnerScope, task: PollTask) -> Result<bool, AccountError> {
         let account = self.account_at(runner_scope, task.installation).await?;
         if task.list {
-            let (github, at) = (&self.shared.github, Timestamp::now());
+            let (github, at) = (&self.shared.github, clock::now());
             let runners = github.runners(&account.credentials, &account.scope, &runner_scope.group).await?;
             tracing::debug!(scope = %runner_scope.scope, runners = runners.len(), "runners listed");
             self.memory.note_runners(runner_scope.clone(), at, &runners);
@@ -265,7 +268,7 @@ impl BoardContext {
     ) -> Result<(), AccountError> {
         let (Some(uid), Some(job)) = (claim.uid(), claim.spec.job.as_ref()) else { return Ok(()) };
         let Some(repository) = claim.spec.repository.as_deref() else { return Ok(()) };
-        let (github, at) = (&self.shared.github, Timestamp::now());
+        let (github, at) = (&self.shared.github, clock::now());
         let seen = match github.job(&account.credentials, repository, job.id).await {
             Ok(job) => {
                 let mut state = job_state(&job);

@@ -2,7 +2,6 @@
 
 use std::{sync::Arc, time::Duration};
 
-use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::{
     ResourceExt,
@@ -13,7 +12,7 @@ use paddock_core::{
     boards::{pool_status, slots::is_active, worker::holds_runner},
     names::PoolKey,
 };
-use paddock_effects::kube::objects;
+use paddock_effects::{clock, kube::objects};
 use tokio_util::sync::CancellationToken;
 
 use super::{BoardContext, RESYNC_PERIOD, lock};
@@ -87,7 +86,7 @@ impl BoardContext {
         let key = PoolKey::of(pool);
         let capacity = self.capacity(&self.shared.stores.pools.store.state(), &self.all_workers());
         let slots = (capacity.total(&key), capacity.free(&key));
-        pool_status::status(pool, &self.workers_of_pool(&key), slots, obstacle, Timestamp::now())
+        pool_status::status(pool, &self.workers_of_pool(&key), slots, obstacle, clock::now())
     }
 
     fn workers_of_pool(&self, pool: &PoolKey) -> Vec<Arc<Worker>> {
@@ -116,7 +115,7 @@ impl BoardContext {
             objects::remove_finalizer(client, pool).await?;
             return Ok(Next::AwaitChange);
         }
-        let status = pool_status::deleting(pool, &held, Timestamp::now());
+        let status = pool_status::deleting(pool, &held, clock::now());
         objects::write_status(client, pool, pool.status.as_ref(), &status).await?;
         Ok(Next::After(RESYNC_PERIOD))
     }

@@ -19,6 +19,7 @@ use paddock_core::{
 };
 use paddock_effects::{
     aws::{AwsError, sqs::Queues},
+    clock,
     ledger::Ledger,
     metrics::{DiscardLabel, Metrics},
 };
@@ -161,7 +162,7 @@ impl Reader {
     async fn feed(&mut self, queue: &mut IdleQueue, input: Input) -> Option<Duration> {
         let (mut next, mut wait, mut error) = (Some(input), None, None);
         while let Some(input) = next.take() {
-            let now = Timestamp::now();
+            let now = clock::now();
             for output in queue.step(input, |id| self.availability(id, now), now) {
                 match output {
                     Output::Receive(batches) => {

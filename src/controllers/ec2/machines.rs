@@ -6,7 +6,10 @@ use paddock_core::{
     ec2::{claim::claim_ref, machine::Machine, requirements::Requirements},
     names::PoolKey,
 };
-use paddock_effects::aws::{AwsError, dynamodb::WriteOutcome, ec2::Launched};
+use paddock_effects::{
+    aws::{AwsError, dynamodb::WriteOutcome, ec2::Launched},
+    clock,
+};
 use paddock_record::{ClaimRef, Identity, Instance, State, Transition, transition};
 
 use super::{
@@ -76,7 +79,7 @@ impl Ec2Context {
             Ok(token) => token,
             Err(outage) => return Ok(Returned::NoToken(outage)),
         };
-        let now = Timestamp::now();
+        let now = clock::now();
         let threshold = pool.lifetimes.idle.after(now);
         let mut transitions = Vec::new();
         for machine in held {
@@ -136,7 +139,7 @@ impl Ec2Context {
     /// After a crash in between, the sweep terminates machines whose record has ended.
     pub async fn end_instance(&self, id: &str, reason: FailureReason, why: &str) -> Result<(), AwsError> {
         let Some(machine) = self.ledger.get(id) else { return Ok(()) };
-        if let Some(ended) = transition::terminate(&machine.record, reason.as_str(), why, Timestamp::now())
+        if let Some(ended) = transition::terminate(&machine.record, reason.as_str(), why, clock::now())
             && let [WriteOutcome::Lost(_)] = self.ledger.apply(vec![ended]).await?[..]
         {
             // The record has changed, so the decision no longer applies.

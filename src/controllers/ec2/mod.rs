@@ -17,6 +17,7 @@ use std::{
     time::Duration,
 };
 
+use jiff::SignedDuration;
 use paddock_core::{
     api::RunnerPool,
     ec2::{capacity_memory::CapacityMemory, machine::HEARTBEAT_READ_PERIOD, pool_status::PoolProblem},
@@ -24,9 +25,11 @@ use paddock_core::{
 };
 use paddock_effects::{
     aws::{Clients, dynamodb::Records, ec2::Machines, sqs::Queues},
+    clock,
     fence::Fence,
     ledger::Ledger,
     lock,
+    metrics::ClockLabel,
 };
 use paddock_record::table_name;
 use tokio_util::sync::CancellationToken;
@@ -101,7 +104,17 @@ pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
 }
 
 async fn heartbeats(context: &Ec2Context) -> Result<(), Error> {
-    Ok(context.ledger.read_heartbeats().await?)
+    let read = context.ledger.read_heartbeats().await;
+    measure_clocks(context);
+    Ok(read?)
+}
+
+fn measure_clocks(context: &Ec2Context) {
+    let set = |source, skew: SignedDuration| {
+        context.shared.metrics.clock_skew.get_or_create(&ClockLabel { source }).set(skew.as_secs_f64());
+    };
+    clock::skews().for_each(|(service, skew)| set(service.label(), skew));
+    set("agents", context.ledger.worst_skew());
 }
 
 async fn reload(context: &Ec2Context) -> Result<(), Error> {

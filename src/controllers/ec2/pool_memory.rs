@@ -7,12 +7,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use jiff::Timestamp;
+use jiff::SignedDuration;
 use paddock_core::{
+    clock_skew::{SkewedClock, Skews, shown},
     ec2::{failed_boots::FailedBoots, pool_status::PoolProblem},
     names::PoolKey,
 };
-use paddock_effects::lock;
+use paddock_effects::{clock, lock};
 
 /// How long a failed launch counts, unless the pool is edited or a later launch succeeds.
 const LAUNCH_MEMORY: Duration = Duration::from_secs(300);
@@ -36,6 +37,8 @@ struct Memory {
     failed_launch: Option<FailedLaunch>,
     failed_boots: Option<FailedBoots>,
     credentials: Option<CredentialsCheck>,
+    /// The skews of clocks that the pool's condition shows.
+    skews: Skews,
     /// Machines whose idle message this leader has sent. The size of a queue is no substitute: it also counts obsolete
     /// messages.
     sent: HashSet<String>,
@@ -134,7 +137,7 @@ impl PoolMemory {
 
     /// A machine has failed after its launch.
     pub fn note_failed_boot(&self, pool: &PoolKey, generation: Option<i64>, failure: String) {
-        let now = Timestamp::now();
+        let now = clock::now();
         self.with(pool, |memory| {
             memory.failed_boots = Some(FailedBoots::add(memory.failed_boots.take(), generation, failure, now));
         });
@@ -154,6 +157,18 @@ impl PoolMemory {
     pub fn failed_boots(&self, pool: &PoolKey, generation: Option<i64>) -> Option<FailedBoots> {
         let boots = self.pools().get(pool)?.failed_boots.clone()?;
         boots.problem(generation).is_some().then_some(boots)
+    }
+
+    /// The skews of clocks that the pool's condition is to show.
+    pub fn show_skews(
+        &self,
+        pool: &PoolKey,
+        measured: impl IntoIterator<Item = (SkewedClock, SignedDuration)>,
+    ) -> Skews {
+        self.with(pool, |memory| {
+            memory.skews = shown(&memory.skews, measured);
+            memory.skews.clone()
+        })
     }
 
     pub fn note_sent(&self, pool: &PoolKey, id: &str) {

@@ -14,6 +14,7 @@ use paddock_core::{
     },
     names::PoolKey,
 };
+use paddock_effects::clock;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
@@ -65,7 +66,7 @@ impl Ec2Context {
         let Some((pool, spec)) = pool.and_then(|pool| Some((pool, pool.spec.ec2.as_ref()?))) else {
             return Ok(());
         };
-        let (key, now) = (PoolKey::of(pool), Timestamp::now());
+        let (key, now) = (PoolKey::of(pool), clock::now());
         let Some(own) = self.open_claim(&key, claim, Some(status), spec, now).filter(|own| own.missing > 0) else {
             return Ok(());
         };
@@ -100,7 +101,7 @@ impl Ec2Context {
     }
 
     fn admitted_of(&self, key: &PoolKey, spec: &Ec2Pool) -> Vec<Arc<RunnerClaim>> {
-        let now = Timestamp::now();
+        let now = clock::now();
         let mut lines: BTreeMap<String, Vec<(Arc<RunnerClaim>, OpenClaim)>> = BTreeMap::new();
         for claim in self.open_claims(key) {
             let open = self.open_claim(key, &claim, claim.status.as_ref(), spec, now);

@@ -7,13 +7,13 @@ use std::{
 };
 
 use futures::channel::mpsc::UnboundedSender;
-use jiff::{SignedDuration, Timestamp};
+use jiff::SignedDuration;
 use kube::{ResourceExt, runtime::reflector::ObjectRef};
 use paddock_core::{
     api::{Ec2Pool, RunnerClaim},
     ec2::workflow_run::{Answer, Asked, to_ask},
 };
-use paddock_effects::github::GitHubError;
+use paddock_effects::{clock, github::GitHubError};
 use tokio_util::sync::CancellationToken;
 
 use super::Ec2Context;
@@ -56,7 +56,7 @@ pub async fn poll(context: Arc<Ec2Context>, over: UnboundedSender<ObjectRef<Runn
             let uid = due.claim.uid().unwrap_or_default();
             let mut polled = context.runs.polled();
             let asked = polled.entry(uid).or_default();
-            asked.note(answer, Timestamp::now());
+            asked.note(answer, clock::now());
             if asked.is_over() {
                 let _ = over.unbounded_send(ObjectRef::from_obj(&*due.claim));
             }
@@ -68,7 +68,7 @@ pub async fn poll(context: Arc<Ec2Context>, over: UnboundedSender<ObjectRef<Runn
 
 /// The runs to poll now, the least recently polled first.
 fn due_runs(context: &Ec2Context, period: SignedDuration) -> Vec<DueRun> {
-    let now = Timestamp::now();
+    let now = clock::now();
     let mut polled = context.runs.polled();
     let (mut due, mut ready) = (Vec::new(), HashMap::new());
     for claim in context.shared.stores.claims.store.state() {

@@ -227,6 +227,9 @@ pub const RUNNER_NAME_MAX: usize = 256;
 /// The type of the one condition that every kind has, for `kubectl wait --for=condition=Ready`.
 pub const READY: &str = "Ready";
 
+/// The type of a pool's condition that is True while a clock differs: the operator's, or a machine's.
+pub const CLOCK_SKEW: &str = "ClockSkew";
+
 /// Adds `condition` to `conditions`, or replaces the one of its type; the transition time moves only when the status
 /// does, so that an unchanged object is not written again.
 pub fn set_condition(conditions: &mut Vec<Condition>, mut condition: Condition) {
@@ -249,9 +252,21 @@ pub fn ready_condition(
     generation: Option<i64>,
     now: Timestamp,
 ) -> Condition {
+    condition(READY, ready, reason, message, generation, now)
+}
+
+/// A condition of another type.
+pub fn condition(
+    type_: &str,
+    holds: bool,
+    reason: impl Into<&'static str>,
+    message: impl AsRef<str>,
+    generation: Option<i64>,
+    now: Timestamp,
+) -> Condition {
     Condition {
-        type_: READY.into(),
-        status: if ready { "True" } else { "False" }.into(),
+        type_: type_.into(),
+        status: if holds { "True" } else { "False" }.into(),
         reason: reason.into().into(),
         message: clip(message.as_ref(), MESSAGE_MAX),
         observed_generation: generation,

@@ -24,8 +24,8 @@ pub use claim::{
     ClaimPhase, ClaimWorker, Job, PhaseTimes, RunnerClaim, RunnerClaimSpec, RunnerClaimStatus, WorkerSource,
 };
 pub use common::{
-    Duration, Owner, OwnerType, READY, RUNNER_NAME_MAX, Runner, SecretRef, UsageClass, clip, head, ready_condition,
-    set_condition,
+    CLOCK_SKEW, Duration, Owner, OwnerType, READY, RUNNER_NAME_MAX, Runner, SecretRef, UsageClass, clip, condition,
+    head, ready_condition, set_condition,
 };
 pub use ec2::{Agent, Ec2Defaults, Ec2GitHub, Ec2Pool, Ec2Timeouts, Fallback, Lifetimes, ResourceClass, Reuse};
 pub use failure::{ContainerEnd, FAILURE_MESSAGE_MAX, Failure, LOG_TAIL_MAX, PodEvent};

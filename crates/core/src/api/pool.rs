@@ -119,7 +119,8 @@ pub struct RunnerPoolStatus {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fleet: Option<Box<LaunchOrder>>,
 
-    /// `Ready` says whether the pool can serve claims, and why not.
+    /// `Ready` says whether the pool can serve claims, and why not. `ClockSkew` is True while the operator's clock or that
+    /// of an EC2 machine differs by more than 30 s.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions_schema")]
     pub conditions: Vec<Condition>,

@@ -6,7 +6,10 @@ use jiff::Timestamp;
 use paddock_record::State;
 
 use super::{machine::Machine, worker_status::counts};
-use crate::api::{PoolKind, PoolReason, RunnerPool, RunnerPoolStatus, ready_condition, set_condition};
+use crate::{
+    api::{CLOCK_SKEW, PoolKind, PoolReason, RunnerPool, RunnerPoolStatus, condition, ready_condition, set_condition},
+    clock_skew::{self, Skews},
+};
 
 /// Why a pool is not ready.
 pub type PoolProblem = (PoolReason, String);
@@ -25,12 +28,23 @@ pub fn status(
     mut status: RunnerPoolStatus,
     machines: &[Machine],
     problem: Option<PoolProblem>,
+    skews: &Skews,
     now: Timestamp,
 ) -> RunnerPoolStatus {
     let (reason, message) = problem.unwrap_or((PoolReason::Ready, "the pool serves claims".to_owned()));
     let ready = reason == PoolReason::Ready;
     status.workers = counts(machines);
-    set_condition(&mut status.conditions, ready_condition(ready, reason, message, pool.metadata.generation, now));
+    let generation = pool.metadata.generation;
+    set_condition(&mut status.conditions, ready_condition(ready, reason, message, generation, now));
+    let clocks = match clock_skew::message(skews) {
+        Some(message) => Some((true, "ClocksDiffer", message)),
+        // Absent unless there was a skew.
+        None if status.conditions.iter().all(|known| known.type_ != CLOCK_SKEW) => None,
+        None => Some((false, "ClocksAgree", "no clock differs much any more".to_owned())),
+    };
+    if let Some((differ, reason, message)) = clocks {
+        set_condition(&mut status.conditions, condition(CLOCK_SKEW, differ, reason, message, generation, now));
+    }
     status
 }
 
@@ -50,9 +64,12 @@ pub fn deletion_waits_for(machines: &[Machine]) -> Option<PoolProblem> {
 
 #[cfg(test)]
 mod tests {
+    use jiff::SignedDuration;
+
     use super::*;
     use crate::{
         api::READY,
+        clock_skew::SkewedClock,
         fixtures::ec2::{at, ready_pool, record, tracked},
     };
 
@@ -67,7 +84,7 @@ mod tests {
     fn a_pool_is_ready_unless_it_has_a_problem() {
         let (pool, machines) = (ready_pool(), [machine("i-1", State::Idle, "", "")]);
         let condition_with = |problem| {
-            let status = status(&pool, initial(&pool), &machines, problem, at(0));
+            let status = status(&pool, initial(&pool), &machines, problem, &Skews::new(), at(0));
             let ready = status.conditions.iter().find(|condition| condition.type_ == READY).unwrap();
             assert_eq!((status.kind, status.workers.idle), (Some(PoolKind::Ec2), 1));
             (ready.status.clone(), ready.reason.clone(), ready.message.clone())
@@ -75,6 +92,22 @@ mod tests {
         assert_eq!(condition_with(None).0, "True");
         let denied = condition_with(Some((PoolReason::AwsDenied, "no".into())));
         assert_eq!(denied, ("False".into(), "AwsDenied".into(), "no".into()));
+    }
+
+    #[test]
+    fn a_pool_says_which_clock_differs_and_when_none_does_any_more() {
+        let mut pool = ready_pool();
+        let mut skew_after = |skews: Skews| {
+            let status = status(&pool, initial(&pool), &[], None, &skews, at(0));
+            pool.status = Some(status.clone());
+            let found = status.conditions.into_iter().find(|condition| condition.type_ == CLOCK_SKEW);
+            found.map(|condition| (condition.status, condition.message))
+        };
+        assert_eq!(skew_after(Skews::new()), None);
+        let ahead = Skews::from([(SkewedClock::Machine("i-1".into()), SignedDuration::from_secs(300))]);
+        let (state, message) = skew_after(ahead).unwrap();
+        assert!(state == "True" && message.contains("i-1 is 300 s ahead"), "{state} {message}");
+        assert_eq!(skew_after(Skews::new()).unwrap().0, "False");
     }
 
     #[test]

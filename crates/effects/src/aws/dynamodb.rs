@@ -11,11 +11,11 @@ use aws_sdk_dynamodb::{
         TransactWriteItem, Update,
     },
 };
-use jiff::Timestamp;
 use paddock_core::ec2::machine::AgentReport;
 use paddock_record::{Heartbeat, Instance, Transition, WorkerSignal, attribute as a, entity, key};
 
 use super::{AwsError, word};
+use crate::clock;
 
 type Item = HashMap<String, AttributeValue>;
 
@@ -127,7 +127,7 @@ impl Records {
     }
 
     async fn apply_one(&self, transition: &Transition) -> Result<WriteOutcome, AwsError> {
-        let write = transition.expression(Timestamp::now());
+        let write = transition.expression(clock::now());
         let update = self
             .client
             .update_item()
@@ -154,7 +154,7 @@ impl Records {
     }
 
     fn transact_item(&self, transition: &Transition) -> TransactWriteItem {
-        let write = transition.expression(Timestamp::now());
+        let write = transition.expression(clock::now());
         let update = Update::builder()
             .table_name(&self.table)
             .set_key(Some(write.key))

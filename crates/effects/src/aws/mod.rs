@@ -9,7 +9,10 @@ use std::time::Duration;
 use aws_config::{BehaviorVersion, SdkConfig, retry::RetryConfig, timeout::TimeoutConfig};
 use aws_sdk_dynamodb::error::{ProvideErrorMetadata, SdkError};
 
-use crate::fence::{Fence, FenceInterceptor};
+use crate::{
+    clock::{CorrectedTime, DateInterceptor},
+    fence::{Fence, FenceInterceptor},
+};
 
 /// Timeout of one attempt, after which the call is retried. `CreateFleet`, the slowest call, answers within seconds.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(15);
@@ -26,6 +29,7 @@ pub struct Clients {
 impl Clients {
     pub async fn new(fence: &Fence) -> Self {
         let config = aws_config::defaults(BehaviorVersion::latest())
+            .time_source(CorrectedTime)
             .retry_config(RetryConfig::standard().with_max_attempts(4))
             .timeout_config(
                 TimeoutConfig::builder()
@@ -41,7 +45,10 @@ impl Clients {
 
     pub(super) fn from_config(config: &SdkConfig, fence: &Fence) -> Self {
         let interceptor = || FenceInterceptor(fence.clone());
-        let dynamodb = aws_sdk_dynamodb::config::Builder::from(config).interceptor(interceptor()).build();
+        let dynamodb = aws_sdk_dynamodb::config::Builder::from(config)
+            .interceptor(interceptor())
+            .interceptor(DateInterceptor)
+            .build();
         let sqs = aws_sdk_sqs::config::Builder::from(config).interceptor(interceptor()).build();
         let ec2 = aws_sdk_ec2::config::Builder::from(config).interceptor(interceptor()).build();
         Self {

@@ -3,17 +3,17 @@
 use std::{fmt, time::Duration};
 
 use futures::FutureExt;
+use jiff::Timestamp;
+use jsonwebtoken::{Algorithm, EncodingKey, Header, encode};
 use k8s_openapi::api::core::v1::Secret;
 use kube::{Api, Client};
-use octocrab::{
-    auth::{EncodingKey, create_jwt},
-    models::AppId,
-};
+use octocrab::models::AppId;
 use paddock_core::api::{SECRET_APP_ID, SECRET_APP_INSTALLATION_ID, SECRET_APP_PRIVATE_KEY, SECRET_TOKEN};
 use secrecy::SecretString;
+use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use crate::cache::ExpiringCache;
+use crate::{cache::ExpiringCache, clock};
 
 /// How long a Secret is cached: long enough for a burst of claims, short enough for key rotation.
 const SECRET_CACHE_TTL: Duration = Duration::from_secs(30);
@@ -95,11 +95,18 @@ fn parse(name: &str, secret: &Secret) -> Result<Credentials, CredentialsError> {
     let bad = || CredentialsError::BadPrivateKey { secret: secret_name() };
     let key = EncodingKey::from_rsa_pem(pem.as_bytes()).map_err(|_| bad())?;
     // Sign once, because the PEM parser does not validate the key.
-    create_jwt(id, &key).map_err(|_| bad())?;
+    jwt(id, &key, clock::now()).map_err(|_| bad())?;
     Ok(Credentials {
         fingerprint: fingerprint(&["app", &id.to_string(), &pem]),
         auth: Auth::App { id, key, installation },
     })
+}
+
+/// The token of an App for the next minutes. GitHub takes none that is issued in the future or expires in more than 10 min;
+/// a minute at each end is for clocks that differ a little.
+pub(super) fn jwt(app: AppId, key: &EncodingKey, now: Timestamp) -> Result<SecretString, jsonwebtoken::errors::Error> {
+    let claims = json!({ "iss": app, "iat": now.as_second() - 60, "exp": now.as_second() + 540 });
+    encode(&Header::new(Algorithm::RS256), &claims, key).map(SecretString::from)
 }
 
 fn fingerprint(parts: &[&str]) -> String {

@@ -3,7 +3,7 @@
 use std::{
     collections::HashMap,
     sync::{Mutex, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use futures::FutureExt;
@@ -17,10 +17,14 @@ use serde_json::Value;
 
 use super::{
     concurrency::Concurrency,
-    credentials::{Auth, Credentials},
+    credentials::{Auth, Credentials, jwt},
     error::GitHubError,
 };
-use crate::{cache::ExpiringCache, fence::Fence};
+use crate::{
+    cache::ExpiringCache,
+    clock::{self, Service},
+    fence::Fence,
+};
 
 /// Timeout of one request; GitHub's own is 10 s.
 const CALL_TIMEOUT: Duration = Duration::from_secs(12);
@@ -159,9 +163,34 @@ impl Sessions {
         credentials: &Credentials,
         route: &str,
     ) -> Result<(HeaderMap, T), GitHubError> {
+        self.send_as_app(Lane::Background, credentials, Method::GET, route).await
+    }
+
+    /// Sends a request as the App itself. GitHub refuses the JWT of a clock that is minutes off; its answer corrects the
+    /// clock, and the request is repeated once.
+    async fn send_as_app<T: DeserializeOwned>(
+        &self,
+        lane: Lane,
+        credentials: &Credentials,
+        method: Method,
+        route: &str,
+    ) -> Result<(HeaderMap, T), GitHubError> {
         let own = Account { fingerprint: credentials.fingerprint.clone(), installation: None };
-        let (headers, text) =
-            self.exchange(Lane::Background, &self.client(credentials)?, &own, Method::GET, route, None).await?;
+        let base = self.client(credentials)?;
+        let exchange = async || match &credentials.auth {
+            Auth::App { id, key, .. } => {
+                let jwt = jwt(*id, key, clock::now()).map_err(|error| GitHubError::Unauthorized(error.to_string()))?;
+                let client = base.user_access_token(jwt).map_err(unavailable)?;
+                self.exchange(lane, &client, &own, method.clone(), route, None).await
+            }
+            Auth::Token(_) => self.exchange(lane, &base, &own, method.clone(), route, None).await,
+        };
+        let corrected = clock::correction();
+        let answer = match exchange().await {
+            Err(GitHubError::Unauthorized(_)) if clock::correction() != corrected => exchange().await,
+            answer => answer,
+        };
+        let (headers, text) = answer?;
         Ok((headers, parse(&text)?))
     }
 
@@ -171,10 +200,10 @@ impl Sessions {
         let Auth::App { installation, .. } = &credentials.auth else { return Ok((base, own)) };
         let installation = match installation {
             Some(id) => *id,
-            None => self.find_installation(&base, &own, scope).await?,
+            None => self.find_installation(credentials, &own, scope).await?,
         };
         let account = Account { installation: Some(installation), ..own.clone() };
-        let fetch = self.new_token(&base, &own, scope, installation).boxed();
+        let fetch = self.new_token(credentials, &own, scope, installation).boxed();
         let token = self.tokens.get_or_fetch(account.clone(), fetch).await?;
         let client = base.user_access_token(token).map_err(unavailable)?;
         Ok((client, account))
@@ -183,7 +212,7 @@ impl Sessions {
     /// A new token and its time to live.
     async fn new_token(
         &self,
-        app: &Octocrab,
+        app: &Credentials,
         own: &Account,
         scope: &Scope,
         installation: u64,
@@ -194,30 +223,31 @@ impl Sessions {
             expires_at: Timestamp,
         }
         let route = format!("/app/installations/{installation}/access_tokens");
-        let answer = self.send::<Answer>(Lane::Urgent, app, own, Method::POST, &route, None).await;
+        let answer = self.send_as_app::<Answer>(Lane::Urgent, app, Method::POST, &route).await;
         if let Err(GitHubError::NotFound(_)) = answer {
             // The App may have been reinstalled: look the installation up again.
             self.installations.invalidate(&installation_key(own, scope)).await;
         }
-        let answer = answer.map_err(|error| uninstalled(error, scope))?;
-        let left = answer.expires_at.duration_since(Timestamp::now()) - SignedDuration::from_mins(1);
+        let (_, answer) = answer.map_err(|error| uninstalled(error, scope))?;
+        let left = answer.expires_at.duration_since(clock::now()) - SignedDuration::from_mins(1);
         Ok((answer.token.into(), Duration::try_from(left.min(TOKEN_LIFETIME)).unwrap_or_default()))
     }
 
-    async fn find_installation(&self, app: &Octocrab, own: &Account, scope: &Scope) -> Result<u64, GitHubError> {
+    async fn find_installation(&self, app: &Credentials, own: &Account, scope: &Scope) -> Result<u64, GitHubError> {
         #[derive(Deserialize)]
         struct Answer {
             id: u64,
         }
         let fetch = async {
             let route = format!("{}/installation", scope.route());
-            let found = self.send::<Answer>(Lane::Urgent, app, own, Method::GET, &route, None).await;
-            found.map(|found| (found.id, Duration::MAX)).map_err(|error| uninstalled(error, scope))
+            let found = self.send_as_app::<Answer>(Lane::Urgent, app, Method::GET, &route).await;
+            found.map(|(_, found)| (found.id, Duration::MAX)).map_err(|error| uninstalled(error, scope))
         }
         .boxed();
         self.installations.get_or_fetch(installation_key(own, scope), fetch).await
     }
 
+    /// Of an App, it has no credentials of its own.
     fn client(&self, credentials: &Credentials) -> Result<Octocrab, GitHubError> {
         let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(client) = clients.get(&credentials.fingerprint) {
@@ -229,7 +259,7 @@ impl Sessions {
             .add_retry_config(RetryConfig::None)
             .set_connect_timeout(Some(CONNECT_TIMEOUT));
         let client = match &credentials.auth {
-            Auth::App { id, key, .. } => builder.app(*id, key.clone()),
+            Auth::App { .. } => builder,
             Auth::Token(token) => builder.personal_token(token.expose_secret().to_owned()),
         };
         let client = client.build().map_err(unavailable)?;
@@ -265,6 +295,7 @@ impl Sessions {
         if method != Method::GET {
             self.fence.check()?;
         }
+        let sent = Instant::now();
         let exchange = async {
             let answer = match method {
                 Method::POST => client._post(route, body).await,
@@ -273,6 +304,7 @@ impl Sessions {
             };
             let answer = answer.map_err(unavailable)?;
             let (status, headers) = (answer.status(), answer.headers().clone());
+            clock::note(Service::GitHub, headers.get("date").and_then(|date| date.to_str().ok()), sent);
             let text = client.body_to_string(answer).await.map_err(unavailable)?;
             Ok::<_, GitHubError>((status, headers, text))
         };
@@ -286,7 +318,7 @@ impl Sessions {
             self.record_rate_limit(account, None);
             return Ok((headers, text));
         }
-        let error = GitHubError::of(status, &headers, &text, failures, Timestamp::now());
+        let error = GitHubError::of(status, &headers, &text, failures, clock::now());
         if let GitHubError::RateLimited { until } = error {
             tracing::warn!(%until, route, "GitHub rate limit reached");
             self.record_rate_limit(account, Some(until));
@@ -298,7 +330,7 @@ impl Sessions {
     fn check_rate_limit(&self, account: &Account, lane: Lane) -> Result<u32, GitHubError> {
         let rate_limits = self.rate_limits.lock().unwrap_or_else(PoisonError::into_inner);
         let rate_limit = rate_limits.get(account).copied().unwrap_or_default();
-        let now = Timestamp::now();
+        let now = clock::now();
         match (rate_limit.until, rate_limit.budget) {
             (Some(until), _) if now < until => Err(GitHubError::RateLimited { until }),
             (_, Some(budget)) if !budget.allows(lane, now) => Err(GitHubError::RateLimited { until: budget.reset }),

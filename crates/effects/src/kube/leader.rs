@@ -201,14 +201,19 @@ async fn next_observed(changes: &mut (impl Stream<Item = watcher::Result<Option<
     }
 }
 
-/// The watch also delivers our own writes, late: those must not count as changes.
+/// The watch also delivers our own writes, late: those must not count as changes. Versions grow; times need not, because
+/// the holder's clock may be set back.
 fn newer(old: ObservedLease, new: ObservedLease) -> ObservedLease {
     let version = |seen: &ObservedLease| seen.lease.as_ref().and_then(ResourceExt::resource_version);
-    let renewed = |seen: &ObservedLease| {
-        seen.lease.as_ref().and_then(|lease| lease.spec.as_ref()).and_then(|spec| spec.renew_time.clone())
+    let stale = match (version(&old), version(&new)) {
+        (Some(old), Some(new)) => match (old.parse::<u64>(), new.parse::<u64>()) {
+            (Ok(old), Ok(new)) => new <= old,
+            (Ok(_) | Err(_), Err(_)) | (Err(_), Ok(_)) => new == old,
+        },
+        (None, None) => true,
+        (None, Some(_)) | (Some(_), None) => false,
     };
-    let stale = holder(&old) == holder(&new) && renewed(&new) < renewed(&old);
-    if stale || version(&old) == version(&new) { old } else { new }
+    if stale { old } else { new }
 }
 
 #[cfg(test)]
@@ -254,6 +259,21 @@ mod tests {
             LeaseAction::Wait(now + LEASE_DURATION)
         );
         assert_eq!(next_action(&other, "a", LEASE_DURATION, now + LEASE_DURATION), LeaseAction::Write);
+    }
+
+    #[test]
+    fn a_lease_is_newer_by_its_version_whatever_the_clock_of_its_holder_says() {
+        let (start, now) = (Instant::now(), Instant::now());
+        let lease = |version: &str, second, since| {
+            let mut lease = with_holder(None, Some("b"), LEASE_DURATION, Timestamp::from_second(second).unwrap());
+            lease.metadata.resource_version = Some(version.into());
+            ObservedLease { lease: Some(lease), since }
+        };
+        let is_new = |version, second| newer(lease("99", 500, start), lease(version, second, now)).since == now;
+        assert!(is_new("100", 501) && is_new("100", 200), "its clock was set back by five minutes");
+        assert!(!is_new("98", 501) && !is_new("99", 501), "it comes late");
+        let gone = || ObservedLease { lease: None, since: now };
+        assert!(newer(lease("99", 500, start), gone()).lease.is_none());
     }
 
     #[test]

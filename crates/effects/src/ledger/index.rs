@@ -9,7 +9,7 @@ use jiff::{SignedDuration, Timestamp};
 use paddock_core::ec2::machine::{AgentReport, Machine, report_poll_delay};
 use paddock_record::{ClaimRef, Heartbeat, State};
 
-use crate::aws::dynamodb::ReportQuery;
+use crate::{aws::dynamodb::ReportQuery, clock};
 
 /// An agent that has been silent for so long may be dead; its pool decides.
 const SILENCE_REPORTED: SignedDuration = SignedDuration::from_secs(10);
@@ -143,7 +143,7 @@ impl LedgerIndex {
             let new_signal = machine.report.signal != found.signal;
             machine.report.signal = found.signal;
             if query.heartbeat {
-                machine.read_heartbeat(found.heartbeat, Timestamp::now());
+                machine.read_heartbeat(found.heartbeat, clock::now());
             }
             if new_signal || machine.public_key().is_some() != had_key {
                 changed.push(machine.clone());

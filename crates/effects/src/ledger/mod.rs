@@ -18,7 +18,7 @@ use futures::{
     future::{join_all, ready},
     stream,
 };
-use jiff::{SignedDuration, Timestamp};
+use jiff::SignedDuration;
 use paddock_core::{
     ec2::machine::{AgentReport, Machine},
     names::PoolKey,
@@ -33,6 +33,7 @@ use crate::{
         AwsError,
         dynamodb::{MOVES_PER_WRITE, Records, WriteOutcome},
     },
+    clock,
     kube::lanes::{Lanes, UrgentGuard},
 };
 
@@ -182,7 +183,7 @@ impl Ledger {
     /// Reloads all records and deletes leftover reports of terminated instances.
     pub async fn reload(&self) -> Result<(), AwsError> {
         let (instances, mut reports) = tokio::try_join!(self.records.instances(), self.records.all_reports())?;
-        let (now, grace_start) = (Instant::now(), Timestamp::now() - RELOAD_GRACE);
+        let (now, grace_start) = (Instant::now(), clock::now() - RELOAD_GRACE);
         let mut touched = Vec::new();
         {
             let mut index = self.index();
@@ -192,7 +193,7 @@ impl Ledger {
                 gone.remove(&record.instance_id);
                 let machine = match index.get(&record.instance_id) {
                     Some(ours) => newest(ours.clone(), record, found),
-                    None => Machine::new(record, found, Timestamp::now()),
+                    None => Machine::new(record, found, clock::now()),
                 };
                 touched.push(machine.record.clone());
                 index.put(machine, now);
@@ -211,7 +212,7 @@ impl Ledger {
 
     /// Deletes reports without an instance record. An agent may write until its machine is off, so only old ones go.
     async fn delete_leftovers(&self, reports: HashMap<String, AgentReport>) -> Result<(), AwsError> {
-        let oldest_kept = Timestamp::now() - LEFTOVER_AGE;
+        let oldest_kept = clock::now() - LEFTOVER_AGE;
         for (id, report) in reports {
             let beat = report.heartbeat.map(|beat| beat.updated_at);
             let last = beat.max(report.signal.map(|signal| signal.updated_at));
@@ -253,7 +254,7 @@ impl Ledger {
             let mut index = self.index();
             let machine = match index.get(&record.instance_id) {
                 Some(machine) => Machine { record: record.clone(), ..machine.clone() },
-                None => Machine::new(record.clone(), AgentReport::default(), Timestamp::now()),
+                None => Machine::new(record.clone(), AgentReport::default(), clock::now()),
             };
             index.put(machine, Instant::now());
             drop(index);
@@ -302,9 +303,16 @@ impl Ledger {
             return Ok(());
         }
         let heartbeats = self.records.heartbeats().await?;
-        let changed = self.index().update_heartbeats(heartbeats, Timestamp::now());
+        let changed = self.index().update_heartbeats(heartbeats, clock::now());
         changed.iter().for_each(|machine| self.report_changed(machine));
         Ok(())
+    }
+
+    /// The largest skew of a live agent's clock; zero without any.
+    pub fn worst_skew(&self) -> SignedDuration {
+        let index = self.index();
+        let live = index.all().filter(|machine| machine.record.state != State::Terminated);
+        live.filter_map(|machine| machine.skew).max_by_key(|skew| skew.abs()).unwrap_or_default()
     }
 
     /// Polls the reports of awaited agents until `stop`; sleeps while none is awaited.
@@ -364,6 +372,6 @@ fn newest(mut ours: Machine, record: Instance, report: AgentReport) -> Machine {
     if record.updated_at >= ours.record.updated_at {
         ours.record = record;
     }
-    ours.read_heartbeat(report.heartbeat, Timestamp::now());
+    ours.read_heartbeat(report.heartbeat, clock::now());
     ours
 }

@@ -12,6 +12,7 @@ use paddock_core::{
     },
 };
 use paddock_effects::{
+    clock,
     github::{GitHubError, JitConfig, Removal},
     kube::objects::{self, KubeError},
 };
@@ -76,7 +77,7 @@ impl Work<'_> {
             // Once the cache shows it, it becomes the owner of its Secret.
             Ok(_) => Ok(Next::After(POD_CACHE_DELAY)),
             Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(Next::After(POD_CACHE_DELAY)),
-            Err(error) if objects::lacks_service_account(&error) && self.may_hold_slot(Timestamp::now()) => {
+            Err(error) if objects::lacks_service_account(&error) && self.may_hold_slot(clock::now()) => {
                 Ok(Next::After(POD_CACHE_DELAY))
             }
             Err(error) if objects::is_refusal(&error) => {
@@ -112,7 +113,7 @@ impl Work<'_> {
     /// GitHub created no runner. Transient failures are retried for a while; then the worker fails, which frees its
     /// slot, and the owner's other claims back off.
     async fn no_runner(&self, error: AccountError) -> Result<Next, Error> {
-        let now = Timestamp::now();
+        let now = clock::now();
         let created_at = self.created_at(now);
         if self.may_hold_slot(now) && !error.is_final() && error.retry() <= RESYNC_PERIOD {
             return self.wait(ClaimReason::GitHubUnavailable, &error).await;

@@ -1,6 +1,6 @@
 //! Ends a worker: removes its runner first, unless it is busy, then its Secret and pod.
 
-use jiff::{SignedDuration, Timestamp};
+use jiff::SignedDuration;
 use kube::{
     ResourceExt,
     api::{DeleteParams, Patch, PatchParams},
@@ -11,6 +11,7 @@ use paddock_core::{
     boards::{pod::runner_id, slots::has_ended, worker},
 };
 use paddock_effects::{
+    clock,
     github::{GitHubError, Removal, credentials::CredentialsError},
     kube::objects::{self, KubeError},
 };
@@ -50,7 +51,7 @@ impl Work<'_> {
 
     fn postpone_removal(&self, why: &str) -> Next {
         tracing::info!(worker = self.name, why, "runner is busy; removal postponed");
-        self.board.memory.note_busy(&self.name, Timestamp::now());
+        self.board.memory.note_busy(&self.name, clock::now());
         Next::After(RESYNC_PERIOD)
     }
 
@@ -158,7 +159,7 @@ impl Work<'_> {
         let deleted = self.worker.metadata.deletion_timestamp.as_ref().map(|time| time.0);
         let ended = worker::since(self.worker).filter(|_| worker::state(self.worker).is_over());
         let timed_out =
-            deleted.or(ended).is_some_and(|time| Timestamp::now().duration_since(time) > REFUSED_CREDENTIALS_TIMEOUT);
+            deleted.or(ended).is_some_and(|time| clock::now().duration_since(time) > REFUSED_CREDENTIALS_TIMEOUT);
         match error {
             AccountError::Credentials(CredentialsError::Missing(_)) => self.pool_is_deleting(),
             AccountError::GitHub(error) => error.is_final() && timed_out,

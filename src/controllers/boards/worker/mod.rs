@@ -34,7 +34,10 @@ use paddock_core::{
     },
     demand::schedule::is_open,
 };
-use paddock_effects::kube::objects::{self, KubeError, Written};
+use paddock_effects::{
+    clock,
+    kube::objects::{self, KubeError, Written},
+};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
@@ -74,7 +77,7 @@ fn expired(board: &BoardContext) -> impl Stream<Item = ObjectRef<Worker>> + Send
     let ticks = stream::repeat(()).then(move |()| tokio::time::sleep(period));
     ticks
         .flat_map(move |()| {
-            let latest = Timestamp::now().saturating_sub(retention).unwrap_or(Timestamp::MIN);
+            let latest = clock::now().saturating_sub(retention).unwrap_or(Timestamp::MIN);
             let expired = workers.state_filter(|worker| worker::ended(worker).is_some_and(|end| end <= latest));
             stream::iter(expired.into_iter().map(|worker| ObjectRef::from_obj(&*worker)))
         })
@@ -87,7 +90,7 @@ async fn reconcile(worker: Arc<Worker>, board: Arc<BoardContext>) -> Result<Next
     let pool = board.pool(&namespace, &worker.spec.pool);
     let pool = pool.as_ref().and_then(|pool| pool.spec.board.as_ref());
     let pod = board.pod_of(&worker);
-    let now = Timestamp::now();
+    let now = clock::now();
     let (health, runner_facts) = match &pod {
         Some(pod) => board.health_check(&worker, pool, pod, now),
         None => Default::default(),
@@ -212,7 +215,7 @@ impl Work<'_> {
     /// The current status with the constant fields filled in.
     pub fn status(&self) -> WorkerStatus {
         let claim = self.board.shared.stores.claims.store.get(&reference(&self.namespace, &self.spec.claim));
-        worker_status::current(self.worker, claim.as_deref(), self.pod, Timestamp::now())
+        worker_status::current(self.worker, claim.as_deref(), self.pod, clock::now())
     }
 
     /// The state of a running or pending worker is progress; its end is what others wait for.
@@ -224,7 +227,7 @@ impl Work<'_> {
     }
 
     pub async fn wait(&self, reason: ClaimReason, error: &AccountError) -> Result<Next, Error> {
-        let status = worker_status::waiting(self.worker, self.status(), reason, &error.to_string(), Timestamp::now());
+        let status = worker_status::waiting(self.worker, self.status(), reason, &error.to_string(), clock::now());
         self.write(&status).await?;
         Ok(Next::After(error.retry()))
     }
@@ -240,11 +243,11 @@ impl Work<'_> {
             self.adopt(pod).await?;
         }
         let created = pod.metadata.creation_timestamp.as_ref().map(|time| time.0);
-        let starting = created.is_some_and(|created| Timestamp::now().duration_since(created) < PENDING_REPORT_DELAY);
+        let starting = created.is_some_and(|created| clock::now().duration_since(created) < PENDING_REPORT_DELAY);
         if observed.state == WorkerState::Pending && self.worker.status.is_none() && starting {
             return Ok(Next::After(Duration::from_secs(1)));
         }
-        let status = worker_status::observed(self.worker, self.status(), &observed, runner_facts, Timestamp::now());
+        let status = worker_status::observed(self.worker, self.status(), &observed, runner_facts, clock::now());
         if let Some(failure) = observed.failure {
             return self.fail_with(status, failure).await;
         }
@@ -259,7 +262,7 @@ impl Work<'_> {
     async fn fail_with(&self, status: WorkerStatus, failure: Failure) -> Result<Next, Error> {
         let failure = self.diagnose(failure).await;
         let (reason, message) = (failure.reason.as_str(), failure.message.clone());
-        let status = worker_status::failed(self.worker, status, failure, Timestamp::now());
+        let status = worker_status::failed(self.worker, status, failure, clock::now());
         if self.write(&status).await? == Written::Yes {
             tracing::warn!(worker = self.name, reason, why = message, "worker failed");
             self.board.shared.events.record(self.worker, EventType::Warning, "Fail", reason, message);

@@ -12,6 +12,7 @@ use paddock_core::{
 };
 use paddock_effects::{
     aws::{AwsError, dynamodb::WriteOutcome, ec2::FleetOutcome},
+    clock,
     kube::lanes::BACKGROUND_DELAY_MAX,
 };
 use paddock_record::{State, transition};
@@ -85,7 +86,7 @@ impl Work {
 
     /// Tries to claim the candidates.
     async fn claim_all(&self, pool: &Ec2Pool, candidates: Vec<Candidate>, token: &SecretString) -> Result<(), Error> {
-        let (ledger, now) = (&self.context.ledger, Timestamp::now());
+        let (ledger, now) = (&self.context.ledger, clock::now());
         let threshold = pool.lifetimes.claimed.after(now);
         let (mut transitions, mut tried) = (Vec::new(), Vec::new());
         for candidate in candidates {
@@ -144,7 +145,7 @@ impl Work {
             }
             Err(error @ (AwsError::Throttled { .. } | AwsError::Unreachable { .. })) => return Err(error.into()),
         };
-        let now = Timestamp::now();
+        let now = clock::now();
         self.create_records(supply, &outcome, now).await?;
         self.context.launch_room.settle(&self.pool_key(), &order.client_token);
         self.context.capacity_memory().note(order, outcome.launched.len(), &outcome.causes, now);
@@ -223,7 +224,7 @@ impl Work {
         }
         let mut changes = self.context.ledger.changes();
         let is_awaited =
-            |machine: &Machine| matches!(check(machine, &pool.timeouts, Timestamp::now()), MachineCheck::Waiting);
+            |machine: &Machine| matches!(check(machine, &pool.timeouts, clock::now()), MachineCheck::Waiting);
         let all = async {
             while self.held().iter().any(is_awaited) {
                 if changes.changed().await.is_err() {
@@ -242,7 +243,7 @@ impl Work {
     }
 
     async fn start(&self, supply: &Supply<'_>, registered: &[Machine]) -> Result<Applied, Error> {
-        let now = Timestamp::now();
+        let now = clock::now();
         let runtime = self.claim.spec.max_runtime.unwrap_or(supply.spec.lifetimes.max_runtime);
         if registered.iter().any(|machine| machine.record.state == State::Created) {
             self.context.pools.note_boot(&self.pool_key());

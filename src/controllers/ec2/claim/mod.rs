@@ -6,7 +6,6 @@ mod release;
 use std::{collections::HashMap, ops::ControlFlow, sync::Arc};
 
 use futures::{Stream, StreamExt, channel::mpsc::unbounded};
-use jiff::Timestamp;
 use kube::{
     Client, ResourceExt,
     runtime::{
@@ -27,9 +26,12 @@ use paddock_core::{
     },
     names::PoolKey,
 };
-use paddock_effects::kube::{
-    lanes::{Turn, UrgentGuard},
-    objects,
+use paddock_effects::{
+    clock,
+    kube::{
+        lanes::{Turn, UrgentGuard},
+        objects,
+    },
 };
 use paddock_record::{ClaimRef, State};
 use secrecy::SecretString;
@@ -147,7 +149,7 @@ impl Work {
             context,
             name: claim.name_any(),
             namespace: claim.namespace().unwrap_or_default(),
-            status: claim_status::initial(&claim, Timestamp::now()),
+            status: claim_status::initial(&claim, clock::now()),
             claim,
             pool,
             last: Applied::default(),
@@ -162,7 +164,7 @@ impl Work {
     async fn run(&mut self) -> Result<Next, Error> {
         for _ in 0..MAX_ACTIONS {
             let observed = self.observe();
-            let action = decide(&self.facts(&observed), Timestamp::now());
+            let action = decide(&self.facts(&observed), clock::now());
             tracing::debug!(claim = %self.name, ?action, "next action");
             self.status = self.status_after(&observed, &action, &Applied::UnderWay);
             let applied = self.apply(&observed, &action).await;
@@ -205,7 +207,7 @@ impl Work {
     }
 
     fn status_after(&self, observed: &Observed, action: &ClaimAction, applied: &Applied) -> RunnerClaimStatus {
-        claim_status::status(&self.facts(observed), action, applied, Timestamp::now())
+        claim_status::status(&self.facts(observed), action, applied, clock::now())
     }
 
     async fn apply(&mut self, observed: &Observed, action: &ClaimAction) -> Result<Applied, Error> {
@@ -272,7 +274,7 @@ impl Work {
             self.event(EventType::Warning, ClaimReason::WorkerLost.as_str(), message.to_owned());
         }
         self.status = status;
-        let (write, next) = next(action, &applied, Timestamp::now());
+        let (write, next) = next(action, &applied, clock::now());
         match action {
             _ if !write => {}
             ClaimAction::Wait(_) | ClaimAction::AwaitAgents => self.write_progress().await?,
@@ -291,7 +293,7 @@ impl Work {
 
     async fn served(&self) {
         if let Some(created) = &self.claim.metadata.creation_timestamp {
-            let seconds = Timestamp::now().duration_since(created.0).as_secs_f64();
+            let seconds = clock::now().duration_since(created.0).as_secs_f64();
             self.context.shared.metrics.claim_seconds.observe(seconds);
         }
         self.context.tokens.forget(&self.uid()).await;

@@ -7,13 +7,15 @@ use std::{borrow::Cow, sync::Arc, time::Duration};
 
 use base64::{Engine, prelude::BASE64_STANDARD};
 use futures::StreamExt;
-use jiff::Timestamp;
+use jiff::SignedDuration;
 use kube::runtime::{controller::Controller, events::EventType};
 use paddock_core::{
-    api::{Ec2Pool, FailureReason, Hardware, PoolReason, Queue, READY, RunnerPool, RunnerPoolStatus},
+    api::{CLOCK_SKEW, Ec2Pool, FailureReason, Hardware, PoolReason, Queue, READY, RunnerPool, RunnerPoolStatus},
+    clock_skew::{SkewedClock, Skews},
     ec2::{
         launch::{queue_name, template, template_name},
         launch_error::hint,
+        machine::Machine,
         pool_status::{self, PoolProblem},
         user_data::user_data,
     },
@@ -21,6 +23,7 @@ use paddock_core::{
 };
 use paddock_effects::{
     aws::AwsError,
+    clock,
     kube::objects::{self, Written},
 };
 use paddock_record::{AgentConfig, Instance, State};
@@ -91,22 +94,32 @@ async fn refresh(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, E
     let credentials = context.credentials_problem(pool, ec2).await;
     let machines = context.ledger.of_pool(&key);
     let problem = problem.or(credentials).or(launch).or(boot);
-    let new = pool_status::status(pool, new, &machines, problem, Timestamp::now());
+    let skews = context.pools.show_skews(&key, measured(&machines));
+    let new = pool_status::status(pool, new, &machines, problem, &skews, clock::now());
     // Urgent, counts too: the next upkeep, which returns machines to the pool, waits for it.
     let written = objects::write_status(&context.shared.client, pool, pool.status.as_ref(), &new).await?;
     if written == Written::Yes {
-        report_condition(context, pool, &new);
+        report_conditions(context, pool, &new);
     }
     if written == Written::Stale { Err(Error::Conflict) } else { Ok(Next::After(REFRESH_PERIOD)) }
 }
 
-/// Publishes an event when the pool's condition changes.
-fn report_condition(context: &Ec2Context, pool: &RunnerPool, new: &RunnerPoolStatus) {
-    let ready = |status: &RunnerPoolStatus| status.conditions.iter().find(|known| known.type_ == READY).cloned();
-    let (before, Some(now)) = (pool.status.as_ref().and_then(ready), ready(new)) else { return };
-    if before.is_none_or(|before| (&before.reason, &before.message) != (&now.reason, &now.message)) {
-        let type_ = if now.status == "True" { EventType::Normal } else { EventType::Warning };
-        context.shared.events.record(pool, type_, "Refresh", &now.reason, now.message);
+/// How far the clocks of the operator and of the pool's machines differ.
+fn measured(machines: &[Machine]) -> impl Iterator<Item = (SkewedClock, SignedDuration)> {
+    let live = machines.iter().filter(|machine| machine.record.state != State::Terminated);
+    let agents = live.filter_map(|it| Some((SkewedClock::Machine(it.record.instance_id.clone()), it.skew?)));
+    clock::skews().map(|(service, skew)| (SkewedClock::Operator(service.name()), skew)).chain(agents)
+}
+
+/// Publishes an event when a condition of the pool changes.
+fn report_conditions(context: &Ec2Context, pool: &RunnerPool, new: &RunnerPoolStatus) {
+    for (type_, good) in [(READY, "True"), (CLOCK_SKEW, "False")] {
+        let of = |status: &RunnerPoolStatus| status.conditions.iter().find(|known| known.type_ == type_).cloned();
+        let (before, Some(now)) = (pool.status.as_ref().and_then(of), of(new)) else { continue };
+        if before.is_none_or(|before| (&before.reason, &before.message) != (&now.reason, &now.message)) {
+            let event = if now.status == good { EventType::Normal } else { EventType::Warning };
+            context.shared.events.record(pool, event, "Refresh", &now.reason, now.message);
+        }
     }
 }
 
@@ -178,7 +191,7 @@ async fn remove(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, Er
         }
         Err(problem) => {
             tracing::info!(pool = %key, message = problem.1, "pool not deleted yet");
-            let new = pool_status::status(pool, status, &machines, Some(problem), Timestamp::now());
+            let new = pool_status::status(pool, status, &machines, Some(problem), &Skews::new(), clock::now());
             objects::write_status(&context.shared.client, pool, pool.status.as_ref(), &new).await?;
             Ok(Next::After(REMOVE_RETRY))
         }

@@ -2,7 +2,6 @@
 
 use std::{collections::HashSet, sync::Arc};
 
-use jiff::Timestamp;
 use kube::{Api, runtime::events::EventType};
 use paddock_core::{
     api::{Ec2Pool, Queue, RunnerClaim, RunnerPool},
@@ -15,9 +14,12 @@ use paddock_core::{
     },
     names::PoolKey,
 };
-use paddock_effects::aws::{
-    AwsError,
-    dynamodb::{MOVES_PER_WRITE, WriteOutcome},
+use paddock_effects::{
+    aws::{
+        AwsError,
+        dynamodb::{MOVES_PER_WRITE, WriteOutcome},
+    },
+    clock,
 };
 use paddock_record::{Instance, State, Transition, transition};
 
@@ -49,7 +51,7 @@ pub(super) async fn keep_up(
     key: &PoolKey,
     queues: &[Queue],
 ) -> Result<(), PoolProblem> {
-    let now = Timestamp::now();
+    let now = clock::now();
     let (mut ends, mut failures) = (0, FirstError::default());
     let instances = context.ledger.of_pool(key);
     let warm = warm::kept(&instances, ec2);
@@ -158,7 +160,7 @@ async fn renew(
     ec2: &Ec2Pool,
     queues: &[Queue],
 ) -> Result<(), AwsError> {
-    let now = Timestamp::now();
+    let now = clock::now();
     let threshold = ec2.lifetimes.idle.after(now);
     let renewed = apply(context, machines, |record| transition::renew(record, threshold, now)).await?;
     send_messages(context, key, &renewed, queues).await
@@ -172,7 +174,7 @@ async fn pool_warm(
     ec2: &Ec2Pool,
     queues: &[Queue],
 ) -> Result<(), AwsError> {
-    let now = Timestamp::now();
+    let now = clock::now();
     let threshold = ec2.lifetimes.idle.after(now);
     let (created, mut running): (Vec<_>, _) =
         machines.into_iter().partition(|machine| machine.record.state == State::Created);

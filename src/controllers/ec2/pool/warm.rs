@@ -2,7 +2,6 @@
 
 use std::{borrow::Cow, time::Duration};
 
-use jiff::Timestamp;
 use kube::ResourceExt;
 use paddock_core::{
     api::{Ec2Pool, LaunchOrder, PoolReason, RunnerPool, RunnerPoolStatus, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL},
@@ -16,7 +15,7 @@ use paddock_core::{
     },
     names::PoolKey,
 };
-use paddock_effects::{aws::AwsError, kube::objects};
+use paddock_effects::{aws::AwsError, clock, kube::objects};
 
 use super::aws_problem;
 use crate::controllers::{
@@ -79,7 +78,7 @@ fn wanted(
     {
         return Err(problem);
     }
-    let now = Timestamp::now();
+    let now = clock::now();
     let is_booting = !context.ledger.find(key, warm::is_booting).is_empty();
     let failed = context.pools.failed_boots(key, pool.metadata.generation);
     if failed.as_ref().is_some_and(|failed| !failed.may_launch(is_booting, now)) {
@@ -131,7 +130,7 @@ async fn send_order(
         }
         Err(error) => return Err(aws_problem(error)),
     };
-    let now = Timestamp::now();
+    let now = clock::now();
     let needs = Requirements {
         usage_class: order.usage_class,
         resource_class: order.resource_class.clone(),
