@@ -11,7 +11,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/tools" && pwd)
 
 # Go programs in an order in which each finds the packages that the one before compiled.
 BUILT=(kube-apiserver kube-controller-manager kube-scheduler kubelet kubectl etcd helm kwok)
-FETCHED=(dynamodb elasticmq moto github-schemas containerd)
+FETCHED=(dynamodb elasticmq moto github-schemas containerd faketime)
 
 need() { command -v "$1" >/dev/null || die "$2"; }
 digest() { cat "$here/$1"/* | sha256sum | cut -c1-12; } # of all pins of tools/NAME
@@ -87,7 +87,7 @@ npm_install() { cp "$here/$1/package.json" "$here/$1/package-lock.json" "$2" && 
 debian() {
   local dir; dir="$cache/tools/$1-$(digest "$1")"
   if [ ! -d "$dir" ]; then
-    need apt-get "apt-get is needed to fetch $1: the node of the test bed runs on Debian and its descendants only"
+    need apt-get "apt-get is needed to fetch $1: it comes from Debian and its descendants only"
     into "$dir" "$1" deb_unpack "$1"
   fi
   echo "$1=$dir"
@@ -109,7 +109,7 @@ tool() {
     etcd) go_tool etcd etcd go.etcd.io/etcd/server/v3 ;;
     helm) go_tool helm helm helm.sh/helm/v3/cmd/helm ;;
     kwok) go_tool kwok kwok sigs.k8s.io/kwok/cmd/kwok ;;
-    containerd) debian containerd ;;
+    containerd | faketime) debian "$1" ;;
     dynamodb | elasticmq) maven "$1" ;;
     moto) python_env moto ;;
     github-schemas) npm_packages github-schemas ;;

@@ -6,6 +6,7 @@ pub mod boards;
 pub mod cloud;
 pub mod demo;
 pub mod device_plugin;
+pub mod faketime;
 pub mod image;
 pub mod isolate;
 pub mod kube;

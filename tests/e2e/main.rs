@@ -16,10 +16,11 @@ use fixture::world::{Test, World};
 use libtest_mimic::{Arguments, Trial};
 use operator::secrets;
 use paddock_bed::{
+    faketime,
     isolate::{self, Options},
     kwok, node,
     operator::{Additions, Supervisor},
-    process::free_port,
+    process::{free_port, tool},
     stage::{Stage, TOOLS},
 };
 
@@ -57,6 +58,7 @@ fn main() -> ExitCode {
 }
 
 fn start() -> Result<Arc<World>> {
+    let skew_possible = tool(faketime::TOOL).map(drop).map_err(|error| format!("{error:#}"));
     let isolated = isolate::enter(Options {
         tools: &[TOOLS, &node::TOOLS, &kwok::TOOLS, &["github-schemas"]].concat(),
         listen: 0,
@@ -71,7 +73,10 @@ fn start() -> Result<Arc<World>> {
     if let Err(why) = &isolated.node_possible {
         eprintln!("tests on a real node are skipped: {why}");
     }
-    Ok(Arc::new(World::new(runtime, stage, operator, isolated.node_possible)))
+    if let Err(why) = &skew_possible {
+        eprintln!("tests with wrong clocks are skipped: {why}");
+    }
+    Ok(Arc::new(World::new(runtime, stage, operator, isolated.node_possible, skew_possible)))
 }
 
 /// All tests; without a world they can only be listed.
@@ -205,7 +210,15 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         // The kubelet refuses pods that start while the label is missing.
         boards::device_plugin::removed_label_comes_back,
     );
+    let skewed = trials!(run_alone:
+        ec2::clocks::operator_five_minutes_ahead_harms_nothing,
+        ec2::clocks::operator_five_minutes_behind_harms_nothing,
+        ec2::clocks::next_leader_five_minutes_ahead_ends_no_machine,
+        ec2::clocks::machines_five_minutes_ahead_and_behind_are_served_and_named,
+    );
     let no_node = world.is_some_and(|world| world.node_possible.is_err());
     let on_a_node = on_a_node.into_iter().chain(alone_on_a_node).map(|trial| trial.with_ignored_flag(no_node));
-    parallel.into_iter().chain(alone).chain(on_a_node).collect()
+    let no_skew = world.is_some_and(|world| world.skew_possible.is_err());
+    let skewed = skewed.into_iter().map(|trial| trial.with_ignored_flag(no_skew));
+    parallel.into_iter().chain(skewed).chain(alone).chain(on_a_node).collect()
 }

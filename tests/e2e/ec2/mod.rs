@@ -1,6 +1,7 @@
 //! Claims on EC2 pools: the real user data and the real agent run on every machine.
 
 pub mod claim;
+pub mod clocks;
 pub mod deletion;
 pub mod expiry;
 pub mod faults;
