@@ -13,7 +13,7 @@ use paddock_core::{
         matching::{Availability, EMPTY_POLLS, Exhaustion, Pickup, pick},
         requirements::Requirements,
         upkeep::{Upkeep, upkeep},
-        waiting_line::{Obstacle, OpenClaim, Stock, admit_last},
+        waiting_line::{Admission, OpenClaim, Stock, admit_last},
     },
 };
 use paddock_record::{Heartbeat, IdleMessage, KeyPair, PublicKey, Signal, State, WorkerSignal};
@@ -136,8 +136,9 @@ impl Protocol {
             ClaimAction::Nothing | ClaimAction::Wait(_) | ClaimAction::AwaitAgents | ClaimAction::Watch => {
                 Next::Nothing
             }
-            // The model's pools have no fallback, its AWS refuses nothing, and its deleted claims are marked as such.
+            // The model's pools have no scope and no fallback, its AWS refuses nothing, and its deleted claims are marked as such.
             action @ (ClaimAction::FallBack { .. }
+            | ClaimAction::MakeRoom { .. }
             | ClaimAction::Abandon(_)
             | ClaimAction::Release(_)
             | ClaimAction::Dump(_)) => unreachable!("{action:?}"),
@@ -160,7 +161,7 @@ impl Protocol {
     }
 
     /// `Ec2Context::admission`: claims are numbered by age.
-    fn admission(&self, world: &World, claim: usize, exhausted: bool) -> Result<(), Obstacle> {
+    fn admission(&self, world: &World, claim: usize, exhausted: bool) -> Admission {
         let leader = &world.leader;
         let missing = |claim: usize| {
             let ordered = match world.claims[claim]?.order {
@@ -179,7 +180,7 @@ impl Protocol {
         });
         let line: Vec<_> = line.collect();
         if missing(claim).is_none_or(|missing| missing == 0) {
-            return Ok(());
+            return Ok(Vec::new());
         }
         let others = (0..CLAIMS).filter(|other| *other != claim).filter_map(|other| match world.claims[other]?.order {
             Order::Placed(count) => {
@@ -190,11 +191,11 @@ impl Protocol {
         });
         let live =
             leader.ledger.iter().flatten().filter(|record| record.is_live()).count() as u32 + others.sum::<u32>();
-        let free = (0..MACHINES).filter(|id| !exhausted && self.is_claimable(world, *id));
+        let free = (0..MACHINES).filter(|id| self.is_claimable(world, *id));
         let idle: Vec<_> = free.filter_map(|id| self.machine(world, id)).collect();
         let idle = idle.iter().map(|machine| &machine.record).collect();
         let capacity = &CapacityMemory::new(Duration::ZERO);
-        admit_last(&line, Stock { spec: self.pool_spec(), idle, live, capacity }, NOW)
+        admit_last(&line, Stock { spec: self.pool_spec(), idle, exhausted, live, capacity }, NOW)
     }
 
     fn decide(
@@ -215,7 +216,7 @@ impl Protocol {
         let object = self.object(claim, seen);
         let (needs, template, capacity) = (needs(), LaunchTemplate::default(), CapacityMemory::new(Duration::ZERO));
         let admission = match self.mutant {
-            Mutant::HoldsWhileItWaits if !exhausted => Ok(()),
+            Mutant::HoldsWhileItWaits if !exhausted => Ok(Vec::new()),
             _ => self.admission(world, claim, exhausted),
         };
         let facts = ClaimFacts {
@@ -327,11 +328,14 @@ impl Protocol {
     /// `IdleQueue::sort_out`: the decision about a received message.
     pub fn pickup(&self, world: &World, id: usize) -> Pickup {
         let machine = self.machine(world, id);
-        let known = |_: &IdleMessage| match Availability::of(machine.as_ref(), NOW) {
+        let known = |message: &IdleMessage| match Availability::of(machine.as_ref(), message, NOW) {
             Availability::Free if is_candidate(world, id) => Availability::Busy,
             known => known,
         };
-        let body = self.tracked(id, &Record::new(State::Idle, None), &world.machines[id]).idle_message().write();
+        // What it says is as valid as the record.
+        let record = world.leader.ledger[id]
+            .map_or(Record::new(State::Idle, None), |seen| Record { state: State::Idle, ..seen });
+        let body = self.tracked(id, &record, &world.machines[id]).idle_message().write();
         pick(&[body], &mut [(needs(), 1)], known, NOW).swap_remove(0)
     }
 
@@ -356,6 +360,7 @@ fn needs() -> Requirements {
         cpu: 0,
         memory_mib: 0,
         allowed_instance_types: vec!["*".into()],
+        scope: String::new(),
     }
 }
 

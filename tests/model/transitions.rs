@@ -73,12 +73,12 @@ impl Change {
         };
         let claim = ClaimRef { name: &run, uid: &run, run: &run };
         if let Self::Launch(_) = self {
-            return transition::launch(seen.as_ref(), identity(id), Some(claim), threshold, NOW);
+            return transition::launch(seen.as_ref(), identity(id), Some(claim), "", threshold, NOW);
         }
         let seen = &seen?;
         match self {
             Self::Launch(_) => None,
-            Self::Claim(_) => transition::claim(seen, claim, sealed(), threshold, NOW),
+            Self::Claim(_) => transition::claim(seen, claim, "", sealed(), threshold, NOW),
             Self::Seal => transition::seal(seen, sealed()),
             Self::Start => transition::start(seen, threshold, NOW),
             Self::Release => transition::release(seen, sealed(), threshold, NOW),

@@ -97,7 +97,7 @@ impl Transition {
 }
 
 /// What transitions of an existing record may set.
-const MUTABLE_ATTRIBUTES: [&str; 11] = [
+const MUTABLE_ATTRIBUTES: [&str; 12] = [
     a::STATE,
     a::RUN_ID,
     a::THRESHOLD,
@@ -107,6 +107,7 @@ const MUTABLE_ATTRIBUTES: [&str; 11] = [
     a::SEALED,
     a::LEAVING,
     a::CLAIMS,
+    a::SCOPE,
     a::FAILURE_REASON,
     a::FAILURE_MESSAGE,
 ];

@@ -49,7 +49,7 @@ fn updated(expression: &Expression, item: &Item) -> Item {
 }
 
 fn all() -> impl Iterator<Item = Transition> {
-    let first = transition::launch(None, identity(), Some(CLAIM), now(), now());
+    let first = transition::launch(None, identity(), Some(CLAIM), "owner:acme", now(), now());
     FUNCTIONS
         .into_iter()
         .flat_map(|(_, function)| records().into_iter().filter_map(move |seen| function(&seen)))

@@ -33,6 +33,7 @@ pub mod attribute {
     pub const SEALED: &str = "sealed";
     pub const LEAVING: &str = "leaving";
     pub const CLAIMS: &str = "claims";
+    pub const SCOPE: &str = "scope";
     pub const FAILURE_REASON: &str = "failureReason";
     pub const FAILURE_MESSAGE: &str = "failureMessage";
     pub const INITIAL_RUN_ID: &str = "initialRunId";
@@ -92,6 +93,8 @@ pub struct Instance {
     pub initial_run_id: String,
     /// How many claims it has been assigned to.
     pub claims: u32,
+    /// Whose claims it may serve after its last one; empty if it has served none, or one that leaves that open.
+    pub scope: String,
     /// Why it was terminated, as a reason and as a message; empty before that.
     pub failure_reason: String,
     pub failure_message: String,
@@ -155,6 +158,7 @@ impl Instance {
             (a::SEALED, self.sealed.clone()),
             (a::LEAVING, self.leaving.clone()),
             (a::INITIAL_RUN_ID, self.initial_run_id.clone()),
+            (a::SCOPE, self.scope.clone()),
             (a::FAILURE_REASON, self.failure_reason.clone()),
             (a::FAILURE_MESSAGE, self.failure_message.clone()),
         ];
@@ -196,6 +200,7 @@ impl Instance {
             leaving: read.text(a::LEAVING),
             initial_run_id: read.text(a::INITIAL_RUN_ID),
             claims: read.number(a::CLAIMS),
+            scope: read.text(a::SCOPE),
             failure_reason: read.text(a::FAILURE_REASON),
             failure_message: read.text(a::FAILURE_MESSAGE),
             instance_id: read.id,
@@ -319,6 +324,7 @@ pub(crate) mod tests {
             leaving: "7889".into(),
             initial_run_id: "7000".into(),
             claims: 3,
+            scope: "repository:acme/rocket".into(),
             failure_reason: "heartbeat_stale".into(),
             failure_message: "silent".into(),
         }

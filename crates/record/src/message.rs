@@ -15,6 +15,9 @@ pub struct IdleMessage {
     /// Memory in MiB.
     pub mem: u32,
     pub resource_class: String,
+    /// Whose claims the instance may serve; empty if it has served none.
+    #[serde(default)]
+    pub scope: String,
     /// When the idle instance, and with it the message, expires.
     pub threshold: String,
 }
@@ -28,6 +31,8 @@ pub enum Discard {
     Taken,
     /// Its instance belongs to another pool or to none.
     Foreign,
+    /// Its instance has served a claim since it was sent, which sent another.
+    Outdated,
 }
 
 impl Discard {
@@ -38,6 +43,7 @@ impl Discard {
             Self::Expired => "expired",
             Self::Taken => "taken",
             Self::Foreign => "foreign",
+            Self::Outdated => "outdated",
         }
     }
 }
@@ -70,6 +76,7 @@ mod tests {
         let before = "2025-05-31T12:19:59Z".parse().unwrap();
         let message = IdleMessage::read(SEED, before).unwrap();
         assert_eq!((message.instance_id.as_str(), message.mem), ("i-12345678", 4096));
+        assert_eq!(message.scope, "", "as a version without scopes wrote it");
         assert_eq!(IdleMessage::read(&message.write(), before), Ok(message));
         assert_eq!(IdleMessage::read(SEED, "2025-05-31T12:20:00Z".parse().unwrap()), Err(Discard::Expired));
     }

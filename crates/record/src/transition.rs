@@ -2,6 +2,7 @@
 //!
 //! Each function takes the record as last seen and returns `None` if its guard fails. `sealed` is a token sealed to the
 //! instance's key, `None` while that key is unknown. `threshold` is when the instance's time in the new state expires.
+//! `scope` is whose claims the instance may serve after this one; it stays with the instance when the claim is over.
 
 use jiff::Timestamp;
 
@@ -81,6 +82,7 @@ pub fn launch(
     stored: Option<&Instance>,
     identity: Identity,
     claim: Option<ClaimRef>,
+    scope: &str,
     threshold: Timestamp,
     now: Timestamp,
 ) -> Option<Transition> {
@@ -104,6 +106,7 @@ pub fn launch(
         leaving: String::new(),
         initial_run_id: run_id.clone(),
         claims: u32::from(claim.is_some()),
+        scope: scope.to_owned(),
         failure_reason: String::new(),
         failure_message: String::new(),
         run_id,
@@ -121,6 +124,7 @@ pub fn seal(seen: &Instance, sealed: Option<String>) -> Option<Transition> {
 pub fn claim(
     seen: &Instance,
     claim: ClaimRef,
+    scope: &str,
     sealed: Option<String>,
     threshold: Timestamp,
     now: Timestamp,
@@ -132,6 +136,7 @@ pub fn claim(
         run_id: claim.run.to_owned(),
         sealed: sealed?,
         claims: seen.claims + 1,
+        scope: scope.to_owned(),
         ..with_state(seen, State::Claimed, threshold, now)
     };
     change(guard, seen, next)

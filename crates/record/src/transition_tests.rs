@@ -34,7 +34,7 @@ type Function = fn(&Instance) -> Option<Transition>;
 /// Every function that starts from a record, with a known key.
 pub(crate) const FUNCTIONS: [(&str, Function); 10] = [
     ("seal", |seen| seal(seen, Some("new".into()))),
-    ("claim", |seen| claim(seen, CLAIM, Some("new".into()), threshold(), now())),
+    ("claim", |seen| claim(seen, CLAIM, "owner:acme", Some("new".into()), threshold(), now())),
     ("start", |seen| start(seen, threshold(), now())),
     ("release", |seen| release(seen, Some("new".into()), threshold(), now())),
     ("warm_up", |seen| warm_up(seen, threshold(), now())),
@@ -101,7 +101,7 @@ fn each_function_sets_what_the_table_says_and_keeps_the_rest() {
     use crate::attribute::*;
     let table: [(&str, State, &[&str]); 10] = [
         ("seal", State::Created, &[SEALED]),
-        ("claim", State::Idle, &[STATE, CLAIM, CLAIM_UID, RUN_ID, SEALED, CLAIMS, THRESHOLD, UPDATED_AT]),
+        ("claim", State::Idle, &[STATE, CLAIM, CLAIM_UID, RUN_ID, SEALED, CLAIMS, SCOPE, THRESHOLD, UPDATED_AT]),
         ("start", State::Claimed, &[STATE, SEALED, THRESHOLD, UPDATED_AT]),
         ("release", State::Running, &[STATE, CLAIM, CLAIM_UID, RUN_ID, LEAVING, SEALED, THRESHOLD, UPDATED_AT]),
         ("warm_up", State::Created, &[STATE, THRESHOLD, UPDATED_AT]),
@@ -128,14 +128,15 @@ fn each_function_sets_what_the_table_says_and_keeps_the_rest() {
 
 #[test]
 fn a_launch_is_for_a_claim_or_warm() {
-    let launched = |claim| launch(None, identity(), claim, threshold(), now()).unwrap();
-    let for_claim = launched(Some(CLAIM));
+    let launched = |claim, scope| launch(None, identity(), claim, scope, threshold(), now()).unwrap();
+    let for_claim = launched(Some(CLAIM), "owner:acme");
     let expected = Instance {
         run_id: "8000".into(),
         initial_run_id: "8000".into(),
         claim: "build-8000".into(),
         claim_uid: "8f1c".into(),
         claims: 1,
+        scope: "owner:acme".into(),
         threshold: Some(threshold()),
         updated_at: now(),
         sealed: String::new(),
@@ -146,10 +147,17 @@ fn a_launch_is_for_a_claim_or_warm() {
     };
     assert_eq!((for_claim.seen(), for_claim.next()), (None, &expected));
     let none = String::new;
-    let warm =
-        Instance { run_id: none(), initial_run_id: none(), claim: none(), claim_uid: none(), claims: 0, ..expected };
-    assert_eq!(launched(None).next(), &warm);
-    assert_eq!(launch(Some(&warm), identity(), None, threshold(), now()), None, "it already has a record");
+    let warm = Instance {
+        run_id: none(),
+        initial_run_id: none(),
+        claim: none(),
+        claim_uid: none(),
+        claims: 0,
+        scope: none(),
+        ..expected
+    };
+    assert_eq!(launched(None, "").next(), &warm);
+    assert_eq!(launch(Some(&warm), identity(), None, "", threshold(), now()), None, "it already has a record");
 }
 
 #[test]
@@ -157,7 +165,7 @@ fn without_a_key_no_change_carries_a_token() {
     for seen in records() {
         let made = [
             seal(&seen, None),
-            claim(&seen, CLAIM, None, threshold(), now()),
+            claim(&seen, CLAIM, "", None, threshold(), now()),
             release(&seen, None, threshold(), now()),
         ];
         assert_eq!(made, [None, None, None], "{seen:?}");
@@ -167,7 +175,7 @@ fn without_a_key_no_change_carries_a_token() {
 #[test]
 fn a_claim_and_its_release_set_what_agents_act_on() {
     let free = Instance { run_id: String::new(), leaving: String::new(), ..instance(State::Idle) };
-    let claimed = claim(&free, CLAIM, Some("new".into()), threshold(), now()).unwrap();
+    let claimed = claim(&free, CLAIM, "owner:acme", Some("new".into()), threshold(), now()).unwrap();
     let next = claimed.next();
     assert_eq!((next.claim.as_str(), next.run_id.as_str(), next.sealed.as_str()), ("build-8000", "8000", "new"));
     assert_eq!((next.claims, next.threshold, next.updated_at), (4, Some(threshold()), now()));
@@ -176,7 +184,7 @@ fn a_claim_and_its_release_set_what_agents_act_on() {
     let released = release(running.next(), Some("other".into()), threshold(), now()).unwrap();
     let next = released.next();
     assert_eq!((next.claim.as_str(), next.run_id.as_str(), next.leaving.as_str()), ("", "", "8000"));
-    assert_eq!((next.sealed.as_str(), next.claims), ("other", 4));
+    assert_eq!((next.sealed.as_str(), next.claims, next.scope.as_str()), ("other", 4, "owner:acme"));
     let pooled = pool(next).unwrap();
     assert_eq!(pooled.next(), &Instance { leaving: String::new(), sealed: String::new(), ..next.clone() });
 }
@@ -216,6 +224,6 @@ fn i1_a_change_is_stored_only_over_what_it_was_made_from() {
             assert_eq!(made.holds(Some(seen), expiry), ends, "{name} at its threshold");
         }
     }
-    let first = launch(None, identity(), None, threshold(), now()).unwrap();
+    let first = launch(None, identity(), None, "", threshold(), now()).unwrap();
     assert!(first.holds(None, now()) && !first.holds(Some(&instance(State::Created)), now()));
 }

@@ -163,7 +163,7 @@ impl Reader {
         let (mut next, mut wait, mut error) = (Some(input), None, None);
         while let Some(input) = next.take() {
             let now = clock::now();
-            for output in queue.step(input, |id| self.availability(id, now), now) {
+            for output in queue.step(input, |message| self.availability(message, now), now) {
                 match output {
                     Output::Receive(batches) => {
                         let messages;
@@ -194,13 +194,13 @@ impl Reader {
         wait
     }
 
-    fn availability(&self, id: &str, now: Timestamp) -> Availability {
+    fn availability(&self, message: &IdleMessage, now: Timestamp) -> Availability {
         let machine = self
             .idle_queues
             .ledger
-            .get(id)
+            .get(&message.instance_id)
             .filter(|machine| PoolKey::parse(&machine.record.pool).as_ref() == Some(&self.pool));
-        Availability::of(machine.as_ref(), now)
+        Availability::of(machine.as_ref(), message, now)
     }
 
     fn list_free(&self, needs: &[Requirements], now: Timestamp) -> Vec<IdleMessage> {

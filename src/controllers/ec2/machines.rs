@@ -49,7 +49,7 @@ impl Ec2Context {
             github_url: github_url(self.shared.github.html_url(), pool),
         };
         let known = self.ledger.get(&launched.id).map(|machine| machine.record);
-        transition::launch(known.as_ref(), identity, claim, pool.lifetimes.created.after(now), now)
+        transition::launch(known.as_ref(), identity, claim, &needs.scope, pool.lifetimes.created.after(now), now)
     }
 
     /// What limits new machines of a pool.

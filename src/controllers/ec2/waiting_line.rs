@@ -1,6 +1,6 @@
 //! The claims that wait for machines of a pool: whether one is next, and when to reconcile it.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use futures::{StreamExt, channel::mpsc::UnboundedSender};
 use jiff::Timestamp;
@@ -10,7 +10,7 @@ use paddock_core::{
     ec2::{
         claim::claim_ref,
         requirements::Requirements,
-        waiting_line::{Obstacle, OpenClaim, Stock, admit, admit_last},
+        waiting_line::{Admission, OpenClaim, Stock, admit, admit_last},
     },
     names::PoolKey,
 };
@@ -62,19 +62,18 @@ impl Ec2Context {
         status: &RunnerClaimStatus,
         pool: Option<&RunnerPool>,
         exhausted: bool,
-    ) -> Result<(), Obstacle> {
+    ) -> Admission {
         let Some((pool, spec)) = pool.and_then(|pool| Some((pool, pool.spec.ec2.as_ref()?))) else {
-            return Ok(());
+            return Ok(Vec::new());
         };
         let (key, now) = (PoolKey::of(pool), clock::now());
         let Some(own) = self.open_claim(&key, claim, Some(status), spec, now).filter(|own| own.missing > 0) else {
-            return Ok(());
+            return Ok(Vec::new());
         };
-        let class = &own.needs.resource_class;
         let older = self.open_claims(&key).into_iter().take_while(|other| age(other) < age(claim));
         let mut line: Vec<_> = older
             .filter_map(|other| self.open_claim(&key, &other, other.status.as_ref(), spec, now))
-            .filter(|other| other.missing > 0 && other.needs.resource_class == *class)
+            .filter(|other| other.missing > 0)
             .collect();
         line.push(own);
         let token = status.fleet.as_ref().map_or("", |order| order.client_token.as_str());
@@ -102,18 +101,13 @@ impl Ec2Context {
 
     fn admitted_of(&self, key: &PoolKey, spec: &Ec2Pool) -> Vec<Arc<RunnerClaim>> {
         let now = clock::now();
-        let mut lines: BTreeMap<String, Vec<(Arc<RunnerClaim>, OpenClaim)>> = BTreeMap::new();
-        for claim in self.open_claims(key) {
+        let line = self.open_claims(key).into_iter().filter_map(|claim| {
             let open = self.open_claim(key, &claim, claim.status.as_ref(), spec, now);
-            if let Some(open) = open.filter(|open| open.missing > 0) {
-                lines.entry(open.needs.resource_class.clone()).or_default().push((claim, open));
-            }
-        }
-        let admitted = lines.into_values().flat_map(|line| {
-            let (claims, open): (Vec<_>, Vec<_>) = line.into_iter().unzip();
-            let admissions = self.with_stock(key, spec, "", false, now, |stock| admit(&open, stock, now));
-            claims.into_iter().zip(admissions).filter(|(_, admission)| admission.is_ok())
+            open.filter(|open| open.missing > 0).map(|open| (claim, open))
         });
+        let (claims, line): (Vec<_>, Vec<_>) = line.unzip();
+        let admissions = self.with_stock(key, spec, "", false, now, |stock| admit(&line, stock, now));
+        let admitted = claims.into_iter().zip(admissions).filter(|(_, admission)| admission.is_ok());
         admitted.map(|(claim, _)| claim).filter(|claim| waits_for_room(claim)).collect()
     }
 
@@ -138,7 +132,7 @@ impl Ec2Context {
         let held = self.ledger.count_held(key, claim_ref(claim));
         Some(OpenClaim {
             name: claim.metadata.name.clone().unwrap_or_default(),
-            needs: Requirements::of(&claim.spec, spec)?,
+            needs: Requirements::of(&claim.spec, &key.namespace, spec)?,
             missing: claim.spec.count.saturating_sub(held).saturating_sub(ordered),
             since: status.and_then(|status| status.phase_times.of(ClaimPhase::Pending)).map_or(now, |time| time.0),
         })
@@ -157,9 +151,8 @@ impl Ec2Context {
         let live = self.launch_room.used(key, token, &self.limits(key, spec.max_instances));
         let capacity = self.capacity_memory().clone();
         self.ledger.read_pool(key, |machines| {
-            let claimable = machines.filter(|machine| !exhausted && machine.is_claimable(now));
-            let idle = claimable.map(|machine| &machine.record).collect();
-            read(Stock { spec, idle, live, capacity: &capacity })
+            let idle = machines.filter(|machine| machine.is_claimable(now)).map(|machine| &machine.record).collect();
+            read(Stock { spec, idle, exhausted, live, capacity: &capacity })
         })
     }
 }

@@ -10,5 +10,6 @@ pub mod machine;
 pub mod ownership;
 pub mod refusals;
 pub mod release;
+pub mod scope;
 pub mod selection;
 pub mod waiting;

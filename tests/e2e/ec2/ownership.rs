@@ -42,7 +42,14 @@ pub async fn i1_claim_made_again_under_its_name_gets_its_own_machines(world: &Wo
 pub async fn records_of_other_versions_are_used_or_reclaimed(world: &World) -> Result<()> {
     let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 2 })).await?;
     let id = pool.the(State::Idle).await?;
-    let absent = [attribute::LEAVING, attribute::RUN_ID, attribute::CLAIM, attribute::CLAIM_UID, attribute::CLAIMS];
+    let absent = [
+        attribute::LEAVING,
+        attribute::RUN_ID,
+        attribute::CLAIM,
+        attribute::CLAIM_UID,
+        attribute::CLAIMS,
+        attribute::SCOPE,
+    ];
     pool.cloud.edit_record(&id, &[("color", "blue")], &absent).await?;
     pool.claim("build", "9110", json!({})).await?;
     let ready = pool.until_phase("build", ClaimPhase::Ready).await?;

@@ -121,6 +121,7 @@ pub async fn poisoned_messages_are_dropped_and_the_next_one_tried(world: &World)
         cpu: record.cpu,
         mem: record.mem,
         resource_class: record.resource_class,
+        scope: record.scope,
         threshold: record.threshold.map(stamp).unwrap_or_default(),
     };
     let poison = [

@@ -55,7 +55,8 @@ pub struct Ec2Pool {
     #[serde(default)]
     pub defaults: Ec2Defaults,
 
-    /// How many idle machines of the default class to keep warm.
+    /// How many idle machines of the default class to keep warm, for any claim: one that `reuse.scope` keeps for earlier
+    /// claims does not count.
     #[serde(default)]
     #[schemars(range(min = 0, max = 1000))]
     pub min_idle: u32,
@@ -233,6 +234,19 @@ pub struct Reuse {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 16384), regex(pattern = pattern::TEXT))]
     pub scrub_script: Option<String>,
+    /// How far apart two claims may be that use one machine after each other. What a scrub cannot undo reaches no further.
+    #[serde(default)]
+    pub scope: ReuseScope,
+}
+
+/// Whose claims a machine serves after its first one: `Repository` (those of the same repository), `Owner` (those of the
+/// repository's owner) or `Pool` (all). A claim that names no repository counts as its namespace's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+pub enum ReuseScope {
+    #[default]
+    Repository,
+    Owner,
+    Pool,
 }
 
 /// What to do when EC2 has not enough capacity.

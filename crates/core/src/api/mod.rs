@@ -27,7 +27,9 @@ pub use common::{
     CLOCK_SKEW, Duration, Owner, OwnerType, READY, RUNNER_NAME_MAX, Runner, SecretRef, UsageClass, clip, condition,
     head, ready_condition, set_condition,
 };
-pub use ec2::{Agent, Ec2Defaults, Ec2GitHub, Ec2Pool, Ec2Timeouts, Fallback, Lifetimes, ResourceClass, Reuse};
+pub use ec2::{
+    Agent, Ec2Defaults, Ec2GitHub, Ec2Pool, Ec2Timeouts, Fallback, Lifetimes, ResourceClass, Reuse, ReuseScope,
+};
 pub use failure::{ContainerEnd, FAILURE_MESSAGE_MAX, Failure, LOG_TAIL_MAX, PodEvent};
 pub use generate::{crds, crds_yaml};
 pub use launch_order::{CapacityShortage, LaunchOrder};
@@ -37,8 +39,8 @@ pub use pool::{
 pub use reasons::{ClaimReason, FailureReason, PoolReason};
 pub use reference::reference_markdown;
 pub use worker::{
-    BoardWorker, Ec2Worker, Heartbeat, HeartbeatState, InstanceInfo, PodPlace, Worker, WorkerSpec, WorkerState,
-    WorkerStatus,
+    BoardWorker, Ec2Worker, Heartbeat, HeartbeatState, InstanceInfo, PodPlace, SCOPE_MAX, Worker, WorkerSpec,
+    WorkerState, WorkerStatus,
 };
 
 pub const GROUP: &str = "paddock.dev";

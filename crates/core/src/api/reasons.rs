@@ -146,6 +146,8 @@ reasons! {
         ScrubFailed = "scrub_failed",
         /// The machine has served as many claims as it may.
         MaxClaimsServed = "max_claims_served",
+        /// The machine made room for a claim that it must not serve (`reuse.scope`).
+        ScopeEvicted = "scope_evicted",
         /// The machine's heartbeat stopped.
         HeartbeatStale = "heartbeat_stale",
         /// The machine stayed in one state for too long.

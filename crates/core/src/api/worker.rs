@@ -75,6 +75,13 @@ use super::{
         priority = 1
     ),
     printcolumn(
+        name = "Scope",
+        type_ = "string",
+        json_path = ".status.scope",
+        description = "Whose claims it may serve next",
+        priority = 1
+    ),
+    printcolumn(
         name = "Failure",
         type_ = "string",
         json_path = ".status.failure.reason",
@@ -192,6 +199,9 @@ impl WorkerState {
     }
 }
 
+/// The longest `scope`, in characters.
+pub const SCOPE_MAX: usize = 256;
+
 /// What the worker does and where it runs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -242,6 +252,12 @@ pub struct WorkerStatus {
     /// How many claims a machine has served.
     #[serde(default)]
     pub claims_served: u32,
+
+    /// Whose claims a machine may serve after its last one (`reuse.scope`); absent before its first claim, and where the
+    /// pool gives it to any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = SCOPE_MAX))]
+    pub scope: Option<String>,
 
     /// Why it failed.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -11,7 +11,14 @@ const MEMORY: Duration = Duration::from_mins(3);
 
 fn needs(usage_class: UsageClass, cpu: u32, types: &[&str]) -> Requirements {
     let allowed_instance_types = types.iter().map(|kind| (*kind).to_owned()).collect();
-    Requirements { usage_class, resource_class: "medium".into(), cpu, memory_mib: 4096, allowed_instance_types }
+    Requirements {
+        usage_class,
+        resource_class: "medium".into(),
+        cpu,
+        memory_mib: 4096,
+        allowed_instance_types,
+        scope: String::new(),
+    }
 }
 
 fn order(needs: &Requirements, requested: u32) -> LaunchOrder {

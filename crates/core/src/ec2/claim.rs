@@ -14,7 +14,7 @@ use super::{
     launch_error::Cause,
     machine::{Machine, MachineCheck, check},
     requirements::Requirements,
-    waiting_line::Obstacle,
+    waiting_line::Admission,
 };
 use crate::{
     api::{
@@ -48,7 +48,7 @@ pub struct ClaimFacts<'a> {
     /// The machines whose records name this claim, terminated ones included.
     pub machines: &'a [Machine],
     /// Whether the pool can give it the machines that it misses.
-    pub admission: &'a Result<(), Obstacle>,
+    pub admission: &'a Admission,
     pub capacity: &'a CapacityMemory,
     /// The pool has nothing more that fits.
     pub pool_exhausted: bool,
@@ -97,6 +97,11 @@ pub enum ClaimAction {
     Select(u32),
     /// Record the order before it is sent, so that a new leader sends the same order.
     PlaceOrder(Box<LaunchOrder>),
+    /// Terminate idle machines of other scopes, then record the order that takes their room.
+    MakeRoom {
+        order: Box<LaunchOrder>,
+        terminate: Ids,
+    },
     /// Send the recorded order to EC2.
     SendOrder(Box<LaunchOrder>),
     /// Terminate the few machines that the last order got, for this reason, and place another order.
@@ -176,6 +181,7 @@ impl ClaimAction {
         match self {
             Self::Select(_)
             | Self::PlaceOrder(_)
+            | Self::MakeRoom { .. }
             | Self::SendOrder(_)
             | Self::FallBack { .. }
             | Self::Seal(_)
@@ -205,7 +211,9 @@ impl<'a> PoolView<'a> {
         if pool.metadata.deletion_timestamp.is_some() && !holds_machines {
             return Self::Deleting;
         }
-        let Some(needs) = Requirements::of(claim, spec) else { return Self::NoSuchClass };
+        let Some(needs) = Requirements::of(claim, pool.metadata.namespace.as_deref().unwrap_or_default(), spec) else {
+            return Self::NoSuchClass;
+        };
         let status = pool.status.as_ref();
         let queue = status.and_then(|status| status.queues.iter().find(|q| q.resource_class == needs.resource_class));
         match (queue, status.and_then(|status| status.launch_template.as_ref())) {
@@ -369,12 +377,12 @@ fn acquire(facts: &ClaimFacts, supply: &Supply, now: Timestamp) -> ClaimAction {
         let max = supply.spec.max_instances;
         let message = format!("{count} machines are more than the pool may have, which is {max} (maxInstances)");
         ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::InvalidSpec, message)
-    } else if let Err(obstacle) = facts.admission {
-        not_admitted(facts, supply, obstacle, now)
-    } else if facts.pool_exhausted {
-        first_order(facts, supply, missing, now)
     } else {
-        ClaimAction::Select(missing)
+        match facts.admission {
+            Err(obstacle) => not_admitted(facts, supply, obstacle, now),
+            Ok(in_the_way) if facts.pool_exhausted => first_order(facts, supply, missing, in_the_way, now),
+            Ok(_) => ClaimAction::Select(missing),
+        }
     }
 }
 
@@ -399,8 +407,8 @@ pub fn surplus(held: &[Machine], count: u32, ready: bool) -> Ids {
 /// status that the next action replaces at once is not written.
 pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, ControlFlow<Next>) {
     use ClaimAction::{
-        Abandon, AwaitAgents, Dump, FallBack, Finalize, Finish, Nothing, PlaceOrder, Release, Replace, Return, Seal,
-        Select, SendOrder, Serve, Settle, Start, Wait, Watch,
+        Abandon, AwaitAgents, Dump, FallBack, Finalize, Finish, MakeRoom, Nothing, PlaceOrder, Release, Replace,
+        Return, Seal, Select, SendOrder, Serve, Settle, Start, Wait, Watch,
     };
     match (action, applied) {
         (_, Applied::Unavailable(..)) => (true, Break(Next::After(RETRY_PERIOD))),
@@ -416,8 +424,10 @@ pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, C
             (false, Break(Next::After(AGENT_CHECK_PERIOD)))
         }
         (PlaceOrder(_), Applied::NoRoom) => (false, Continue(())),
+        // Another claim is making room too, or has taken a machine that was to end.
+        (MakeRoom { .. }, Applied::NoRoom) => (false, Break(Next::After(CONFLICT_RETRY))),
         (SendOrder(_), applied) => (matches!(applied, Applied::Launched { .. }), Continue(())),
-        (PlaceOrder(_) | FallBack { .. } | Replace(_) | Release(_), _) => (true, Continue(())),
+        (PlaceOrder(_) | MakeRoom { .. } | FallBack { .. } | Replace(_) | Release(_), _) => (true, Continue(())),
         (Select(_) | Seal(_) | AwaitAgents | Start(_) | Return(_), _) => (false, Continue(())),
         (Serve | Watch | Finish(..) | Dump(_) | Settle, _) => (true, Break(Next::AwaitChange)),
         // The claim may have changed since it was read, and then still has its finalizer.

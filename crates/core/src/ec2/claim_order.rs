@@ -43,8 +43,14 @@ pub(super) fn not_admitted(facts: &ClaimFacts, supply: &Supply, obstacle: &Obsta
     }
 }
 
-/// An order for the machines that the pool did not have.
-pub(super) fn first_order(facts: &ClaimFacts, supply: &Supply, count: u32, now: Timestamp) -> ClaimAction {
+/// An order for the machines that the pool did not have. It takes the room of those that are `in_the_way`.
+pub(super) fn first_order(
+    facts: &ClaimFacts,
+    supply: &Supply,
+    count: u32,
+    in_the_way: &[String],
+    now: Timestamp,
+) -> ClaimAction {
     let fallback = supply.spec.fallback.spot_to_on_demand;
     match facts.capacity.order(&supply.needs, &supply.spec.subnet_ids, fallback, now) {
         LaunchChoice::Ask { usage_class, subnet_ids } => {
@@ -53,7 +59,11 @@ pub(super) fn first_order(facts: &ClaimFacts, supply: &Supply, count: u32, now: 
             let last = facts.status.fleet.as_ref().map(|order| order.attempt);
             let abandoned = facts.status.shortage.as_ref().map(|shortage| shortage.attempt);
             let attempt = last.max(abandoned).unwrap_or_default() + 1;
-            ClaimAction::PlaceOrder(launch_order(facts, supply, attempt, count, usage_class, subnet_ids, now))
+            let order = launch_order(facts, supply, attempt, count, usage_class, subnet_ids, now);
+            match in_the_way {
+                [] => ClaimAction::PlaceOrder(order),
+                _ => ClaimAction::MakeRoom { order, terminate: in_the_way.to_vec() },
+            }
         }
         LaunchChoice::Wait { until, message } => no_capacity(facts, supply, until, &message, now),
     }

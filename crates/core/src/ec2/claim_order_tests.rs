@@ -4,7 +4,7 @@ use serde_json::json;
 use super::*;
 use crate::{
     ec2::claim_scenario::{Scenario, check, held, out_of_capacity, scenario},
-    fixtures::ec2::at,
+    fixtures::ec2::{at, record},
 };
 
 #[test]
@@ -23,6 +23,34 @@ fn the_pool_is_asked_first_and_machines_are_created_only_when_it_has_none() {
         ("just enough room", with_live(98, scenario(3, one).exhausted()), "place order 1: 2 on-demand"),
         ("more than the pool may have", with_live(0, scenario(101, &[])), "finish Failed InvalidSpec"),
     ]);
+}
+
+#[test]
+fn machines_of_another_scope_end_just_before_the_order_that_takes_their_room() {
+    let used = |id: &str, scope: &str| {
+        let mut used = record(id, State::Idle, "", at(0));
+        (used.claims, used.scope) = (1, scope.into());
+        used
+    };
+    let full = |scenario: Scenario| {
+        let idle = vec![used("i-8", "repository:acme/b"), used("i-9", "namespace:ci")];
+        Scenario { live: 4, idle, ..scenario }.pool(json!({"spec": {"ec2": {"maxInstances": 4}}}))
+    };
+    check([
+        ("those that fit come first", full(scenario(2, &[])), "select 2"),
+        ("the pool has no more", full(scenario(1, &[])).exhausted(), "terminate i-8, place order 1: 1 on-demand"),
+        ("too few of them", full(scenario(4, &[])), "wait PoolFull"),
+        (
+            "any will do",
+            full(scenario(2, &[])).pool(json!({"spec": {"ec2": {"reuse": {"scope": "Pool"}}}})).exhausted(),
+            "wait PoolFull",
+        ),
+    ]);
+    let mut short = full(scenario(1, &[])).exhausted();
+    let ordered = short.decide();
+    let ClaimAction::MakeRoom { order, .. } = ordered else { panic!("{ordered:?}") };
+    short.capacity.note(&order, 0, &[out_of_capacity()], at(1));
+    check([("where EC2 has no capacity none ends", short, "abandon InsufficientCapacity")]);
 }
 
 #[test]

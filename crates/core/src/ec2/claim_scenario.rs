@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use paddock_record::{Signal, State};
+use paddock_record::{Instance, Signal, State};
 use serde_json::{Value, json};
 
 use super::{
@@ -12,7 +12,7 @@ use super::{
     launch_error::Cause,
     machine::{AgentReport, Machine},
     requirements::Requirements,
-    waiting_line::{Obstacle, OpenClaim, Stock, admit_last},
+    waiting_line::{Admission, OpenClaim, Stock, admit_last},
 };
 use crate::{
     api::{ClaimPhase, RunnerClaim, RunnerPool, UsageClass},
@@ -29,6 +29,8 @@ pub struct Scenario {
     pub claim: RunnerClaim,
     pub pool: Option<RunnerPool>,
     pub machines: Vec<Machine>,
+    /// The idle machines of the pool.
+    pub idle: Vec<Instance>,
     /// Machines of the pool that exist or are being launched.
     pub live: u32,
     pub capacity: CapacityMemory,
@@ -42,6 +44,7 @@ pub fn scenario(count: u32, machines: &[Machine]) -> Scenario {
         claim: ec2_claim(count, RUN),
         pool: Some(ready_pool()),
         machines: machines.to_vec(),
+        idle: Vec::new(),
         live: 0,
         capacity: CapacityMemory::new(Duration::from_mins(3)),
         pool_exhausted: false,
@@ -95,15 +98,17 @@ impl Scenario {
         self.claim(json!({"status": {"fleet": order}}))
     }
 
-    /// Without idle machines and other claims.
-    pub fn admission(&self) -> Result<(), Obstacle> {
-        let Some(spec) = self.pool.as_ref().and_then(|pool| pool.spec.ec2.as_ref()) else { return Ok(()) };
-        let Some(needs) = Requirements::of(&self.claim.spec, spec) else { return Ok(()) };
+    /// Without other claims.
+    pub fn admission(&self) -> Admission {
+        let none = Ok(Vec::new());
+        let Some(spec) = self.pool.as_ref().and_then(|pool| pool.spec.ec2.as_ref()) else { return none };
+        let Some(needs) = Requirements::of(&self.claim.spec, "ci", spec) else { return none };
         let held = self.machines.iter().filter(|machine| machine.record.state != State::Terminated).count() as u32;
         let missing = self.claim.spec.count.saturating_sub(held);
         let own = OpenClaim { name: "c".into(), needs, missing, since: at(0) };
-        let stock = Stock { spec, idle: Vec::new(), live: self.live, capacity: &self.capacity };
-        if missing == 0 { Ok(()) } else { admit_last(&[own], stock, at(2)) }
+        let (idle, exhausted) = (self.idle.iter().collect(), self.pool_exhausted);
+        let stock = Stock { spec, idle, exhausted, live: self.live, capacity: &self.capacity };
+        if missing == 0 { none } else { admit_last(&[own], stock, at(2)) }
     }
 
     pub fn decide(&self) -> ClaimAction {
@@ -153,6 +158,15 @@ pub fn summary(action: &ClaimAction) -> String {
         ClaimAction::Select(count) => format!("select {count}"),
         ClaimAction::PlaceOrder(order) => {
             format!("place order {}: {} {}", order.attempt, order.requested, order.usage_class.as_str())
+        }
+        ClaimAction::MakeRoom { order, terminate } => {
+            let usage_class = order.usage_class.as_str();
+            format!(
+                "terminate {}, place order {}: {} {usage_class}",
+                terminate.join(" "),
+                order.attempt,
+                order.requested
+            )
         }
         ClaimAction::SendOrder(order) => format!("send order {}", order.attempt),
         ClaimAction::FallBack { order, terminate, .. } => {

@@ -53,6 +53,7 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
         ClaimAction::Nothing
         | ClaimAction::Wait(_)
         | ClaimAction::PlaceOrder(_)
+        | ClaimAction::MakeRoom { .. }
         | ClaimAction::SendOrder(_)
         | ClaimAction::FallBack { .. }
         | ClaimAction::Abandon(_)
@@ -99,7 +100,10 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
             enter(&mut status, ClaimPhase::Claiming, wait.reason, &shown);
             status.retry_at = retry_at.map(Time);
         }
-        (ClaimAction::PlaceOrder(order) | ClaimAction::FallBack { order, .. }, _) => {
+        (
+            ClaimAction::PlaceOrder(order) | ClaimAction::MakeRoom { order, .. } | ClaimAction::FallBack { order, .. },
+            _,
+        ) => {
             let message = format!("creating {} {} machines", order.requested, order.usage_class.as_str());
             enter(&mut status, ClaimPhase::Creating, ClaimReason::Creating, &message);
             status.fleet = Some(order.clone());

@@ -154,6 +154,7 @@ fn a_status_is_written_only_where_the_claim_waits_or_a_new_leader_needs_it() {
         order
     };
     let until = |seconds| Wait { reason: ClaimReason::PoolFull, message: String::new(), retry_at: Some(at(seconds)) };
+    let make_room = || ClaimAction::MakeRoom { order: order(), terminate: vec!["i-9".into()] };
     let fall_back = || ClaimAction::FallBack { order: order(), terminate: Vec::new(), message: String::new() };
     let finish = || ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::WorkerLost, String::new());
     let launched = || Applied::Launched { fleet_id: "f".into(), instance_ids: vec!["i-1".into()] };
@@ -173,6 +174,8 @@ fn a_status_is_written_only_where_the_claim_waits_or_a_new_leader_needs_it() {
         (ClaimAction::Select(1), outage(), (true, after(5))),
         (ClaimAction::PlaceOrder(order()), done.clone(), (true, Continue(()))),
         (ClaimAction::PlaceOrder(order()), Applied::NoRoom, (false, Continue(()))),
+        (make_room(), done.clone(), (true, Continue(()))),
+        (make_room(), Applied::NoRoom, (false, Break(Next::After(CONFLICT_RETRY)))),
         (ClaimAction::SendOrder(order()), launched(), (true, Continue(()))),
         (ClaimAction::SendOrder(order()), Applied::Refused("no".into()), (false, Continue(()))),
         (fall_back(), done.clone(), (true, Continue(()))),

@@ -140,7 +140,12 @@ impl Waiting {
 
 impl IdleQueue {
     /// Requests and settled machines are gathered until the next tick, so that all requests share what is received.
-    pub fn step(&mut self, input: Input, availability: impl Fn(&str) -> Availability, now: Timestamp) -> Vec<Output> {
+    pub fn step(
+        &mut self,
+        input: Input,
+        availability: impl Fn(&IdleMessage) -> Availability,
+        now: Timestamp,
+    ) -> Vec<Output> {
         let mut outputs = Vec::new();
         match input {
             Input::Request { id, needs, count } => {
@@ -226,10 +231,12 @@ impl IdleQueue {
     }
 
     /// Takes messages that were put back and now fit a request.
-    fn recall(&mut self, availability: impl Fn(&str) -> Availability, now: Timestamp) {
+    fn recall(&mut self, availability: impl Fn(&IdleMessage) -> Availability, now: Timestamp) {
         let is_hidden = |since: Timestamp| now.duration_since(since).unsigned_abs() + RECALL_MARGIN < PUT_BACK_DELAY;
         self.hidden.retain(|(_, _, since)| is_hidden(*since));
         let mut open = self.open();
+        // As in [`pick`].
+        self.hidden.sort_by_key(|(machine, _, _)| machine.scope.is_empty());
         for (machine, message, since) in mem::take(&mut self.hidden) {
             let free = self.availability_of(&machine, &availability) == Availability::Free;
             match free.then(|| assign(&machine, &mut open)).flatten() {
@@ -243,7 +250,7 @@ impl IdleQueue {
     fn match_received(
         &mut self,
         messages: Vec<Received>,
-        availability: impl Fn(&str) -> Availability,
+        availability: impl Fn(&IdleMessage) -> Availability,
         now: Timestamp,
     ) -> Vec<Output> {
         let bodies: Vec<_> = messages.iter().map(|message| message.body.clone()).collect();
@@ -280,8 +287,9 @@ impl IdleQueue {
         };
         let needs = &self.waiting[index].needs;
         let fitting = machines.iter().filter(|machine| needs.met_by(machine) && !own(machine));
-        let (others, free): (Vec<_>, Vec<_>) =
+        let (others, mut free): (Vec<_>, Vec<_>) =
             fitting.partition(|machine| self.handed_out.contains_key(&machine.instance_id));
+        free.sort_by_key(|machine| machine.scope.is_empty());
         for machine in free.into_iter().take(self.waiting[index].missing()) {
             self.hand_out(index, machine.clone(), None);
         }
@@ -317,8 +325,12 @@ impl IdleQueue {
         self.waiting.iter().map(|waiting| (waiting.needs.clone(), waiting.missing() as u32)).collect()
     }
 
-    fn availability_of(&self, machine: &IdleMessage, availability: impl Fn(&str) -> Availability) -> Availability {
-        match availability(&machine.instance_id) {
+    fn availability_of(
+        &self,
+        machine: &IdleMessage,
+        availability: impl Fn(&IdleMessage) -> Availability,
+    ) -> Availability {
+        match availability(machine) {
             Availability::Free if self.handed_out.contains_key(&machine.instance_id) => Availability::Busy,
             availability => availability,
         }

@@ -81,7 +81,11 @@ impl World {
         let mut next = Some(input);
         while let Some(input) = next.take() {
             self.ticks = false;
-            let outputs = self.queue.step(input, |id| Self::availability(&self.claimed, id), at(self.millis));
+            let outputs = self.queue.step(
+                input,
+                |machine| Self::availability(&self.claimed, &machine.instance_id),
+                at(self.millis),
+            );
             for output in outputs {
                 assert!(next.is_none(), "{output:?} after a question");
                 match output {

@@ -67,7 +67,7 @@ pub(super) fn at(millis: u64) -> Timestamp {
 
 /// Feeds inputs at their times, in milliseconds, and compares all that comes out.
 #[track_caller]
-fn check_with(availability: impl Fn(&str) -> Availability, table: Vec<(u64, Input, Vec<Output>)>) {
+fn check_with(availability: impl Fn(&IdleMessage) -> Availability, table: Vec<(u64, Input, Vec<Output>)>) {
     let mut queue = IdleQueue::default();
     for (row, (millis, input, outputs)) in table.into_iter().enumerate() {
         assert_eq!(queue.step(input.clone(), &availability, at(millis)), outputs, "row {row}: {input:?}");
@@ -139,12 +139,13 @@ fn useless_messages_are_discarded_with_their_reason() {
     let garbage = Received { receipt: "receipt of garbage".into(), body: "garbage".into() };
     let expired = IdleMessage { threshold: "1969-12-31T00:00:00Z".into(), ..machine("c-expired") };
     let expired = Received { receipt: "receipt of expired".into(), body: expired.write() };
-    let all = vec![garbage.clone(), expired.clone(), message("c-foreign"), message("c-taken")];
+    let all = vec![garbage.clone(), expired.clone(), message("c-foreign"), message("c-taken"), message("c-outdated")];
     let malformed = IdleMessage::read("garbage", NOW).unwrap_err();
     assert_eq!(malformed.reason(), "malformed");
-    let availability = |id: &str| match id {
+    let availability = |machine: &IdleMessage| match machine.instance_id.as_str() {
         "c-foreign" => Availability::Foreign,
         "c-taken" => Availability::Taken,
+        "c-outdated" => Availability::Outdated,
         _ => Availability::Free,
     };
     let discarded = vec![
@@ -152,6 +153,7 @@ fn useless_messages_are_discarded_with_their_reason() {
         Output::Discarded(expired, Discard::Expired),
         Output::Discarded(message("c-foreign"), Discard::Foreign),
         Output::Discarded(message("c-taken"), Discard::Taken),
+        Output::Discarded(message("c-outdated"), Discard::Outdated),
         GO_ON,
     ];
     check_with(

@@ -5,6 +5,7 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use paddock_record::{Heartbeat, IdleMessage, Instance, PublicKey, Signal, State, WorkerSignal};
 
+use super::reuse_scope;
 use crate::{
     api::{Ec2Pool, Ec2Timeouts, FailureReason, head},
     clock_skew::CLOCK_SKEW_MAX,
@@ -156,6 +157,7 @@ impl Machine {
             cpu: record.cpu,
             mem: record.mem,
             resource_class: record.resource_class.clone(),
+            scope: reuse_scope::of_machine(record).to_owned(),
             threshold: record.threshold.map(paddock_record::stamp).unwrap_or_default(),
         }
     }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use jiff::Timestamp;
 use paddock_record::{Discard, IdleMessage, State};
 
-use super::{machine::Machine, requirements::Requirements};
+use super::{machine::Machine, requirements::Requirements, reuse_scope};
 
 /// A queue that returned one id this often counts as exhausted.
 pub const SEEN_LIMIT: u32 = 5;
@@ -22,14 +22,17 @@ pub enum Availability {
     Taken,
     /// There is no such machine in this pool.
     Foreign,
+    /// It has served a claim since the message was sent.
+    Outdated,
 }
 
 impl Availability {
     /// `machine`: what the ledger has of it, if it is of this pool.
-    pub fn of(machine: Option<&Machine>, now: Timestamp) -> Self {
+    pub fn of(machine: Option<&Machine>, message: &IdleMessage, now: Timestamp) -> Self {
         match machine {
             None => Self::Foreign,
             Some(machine) if machine.record.state != State::Idle => Self::Taken,
+            Some(machine) if reuse_scope::of_machine(&machine.record) != message.scope => Self::Outdated,
             Some(machine) if machine.is_claimable(now) => Self::Free,
             Some(_) => Self::Busy,
         }
@@ -47,18 +50,19 @@ pub enum Pickup {
 }
 
 /// Matches a batch of messages against every waiting request before anything is put back: `open` is what each still
-/// wants, first come first served.
+/// wants, first come first served. Machines with a scope come first, so that those without are left for others.
 pub fn pick(
     bodies: &[String],
     open: &mut [(Requirements, u32)],
     availability: impl Fn(&IdleMessage) -> Availability,
     now: Timestamp,
 ) -> Vec<Pickup> {
-    let decide = |body: &String| match IdleMessage::read(body, now) {
+    let mut decide = |message: Result<IdleMessage, Discard>| match message {
         Err(discard) => Pickup::Discard(discard),
         Ok(machine) => match availability(&machine) {
             Availability::Taken => Pickup::Discard(Discard::Taken),
             Availability::Foreign => Pickup::Discard(Discard::Foreign),
+            Availability::Outdated => Pickup::Discard(Discard::Outdated),
             Availability::Busy => Pickup::PutBack(machine),
             Availability::Free => match assign(&machine, open) {
                 Some(index) => Pickup::Take(index, machine),
@@ -66,7 +70,11 @@ pub fn pick(
             },
         },
     };
-    bodies.iter().map(decide).collect()
+    let mut messages: Vec<_> = bodies.iter().map(|body| IdleMessage::read(body, now)).enumerate().collect();
+    messages.sort_by_key(|(_, message)| message.as_ref().is_ok_and(|machine| machine.scope.is_empty()));
+    let mut decided: Vec<_> = messages.into_iter().map(|(index, message)| (index, decide(message))).collect();
+    decided.sort_by_key(|(index, _)| *index);
+    decided.into_iter().map(|(_, pickup)| pickup).collect()
 }
 
 /// The first request that a machine fits; it wants one less from then on.

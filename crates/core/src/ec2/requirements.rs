@@ -2,6 +2,7 @@
 
 use paddock_record::{IdleMessage, Instance};
 
+use super::reuse_scope;
 use crate::api::{Ec2Pool, RunnerClaimSpec, UsageClass};
 
 /// What a claim asks of a machine, the pool's defaults filled in.
@@ -12,11 +13,13 @@ pub struct Requirements {
     pub cpu: u32,
     pub memory_mib: u32,
     pub allowed_instance_types: Vec<String>,
+    /// Whose machines will do; empty: any.
+    pub scope: String,
 }
 
 impl Requirements {
-    /// None if the claim names a resource class that the pool does not have.
-    pub fn of(claim: &RunnerClaimSpec, pool: &Ec2Pool) -> Option<Self> {
+    /// None if the claim, which is in this namespace, names a resource class that the pool does not have.
+    pub fn of(claim: &RunnerClaimSpec, namespace: &str, pool: &Ec2Pool) -> Option<Self> {
         let class = match &claim.resource_class {
             Some(name) => pool.resource_class(name),
             None => pool.default_resource_class(),
@@ -30,17 +33,23 @@ impl Requirements {
                 .allowed_instance_types
                 .clone()
                 .unwrap_or_else(|| pool.defaults.allowed_instance_types.clone()),
+            scope: reuse_scope::of_claim(claim, namespace, pool.reuse.scope),
         })
     }
 
     pub fn met_by(&self, message: &IdleMessage) -> bool {
-        let IdleMessage { usage_class, resource_class, instance_type, cpu, mem, .. } = message;
-        self.fit(usage_class, resource_class, instance_type, *cpu, *mem)
+        let IdleMessage { usage_class, resource_class, instance_type, cpu, mem, scope, .. } = message;
+        self.fit(usage_class, resource_class, instance_type, *cpu, *mem) && reuse_scope::fits(scope, &self.scope)
     }
 
     pub fn met_by_record(&self, record: &Instance) -> bool {
         let Instance { usage_class, resource_class, instance_type, cpu, mem, .. } = record;
-        self.fit(usage_class, resource_class, instance_type, *cpu, *mem)
+        self.fit(usage_class, resource_class, instance_type, *cpu, *mem) && self.fits_scope(record)
+    }
+
+    /// Whether the claim may have the machine where only `reuse.scope` is asked.
+    pub fn fits_scope(&self, record: &Instance) -> bool {
+        reuse_scope::fits(reuse_scope::of_machine(record), &self.scope)
     }
 
     fn fit(&self, usage_class: &str, resource_class: &str, instance_type: &str, cpu: u32, memory_mib: u32) -> bool {
@@ -80,6 +89,7 @@ mod tests {
             cpu: 2,
             mem: 4096,
             resource_class: "medium".into(),
+            scope: String::new(),
             threshold: "2030-01-01T00:00:00Z".into(),
         }
     }
@@ -91,6 +101,7 @@ mod tests {
             cpu: 2,
             memory_mib: 4096,
             allowed_instance_types: vec![types.into()],
+            scope: "repository:acme/a".into(),
         }
     }
 
@@ -120,6 +131,8 @@ mod tests {
         assert!(!needs("c*").met_by(&IdleMessage { usage_class: "spot".into(), ..good.clone() }));
         assert!(!needs("c*").met_by(&IdleMessage { resource_class: "large".into(), ..good.clone() }));
         assert!(!needs("c*").met_by(&IdleMessage { cpu: 1, ..good.clone() }));
-        assert!(!needs("c*").met_by(&IdleMessage { mem: 4095, ..good }));
+        assert!(!needs("c*").met_by(&IdleMessage { mem: 4095, ..good.clone() }));
+        assert!(!needs("c*").met_by(&IdleMessage { scope: "repository:acme/b".into(), ..good.clone() }));
+        assert!(needs("c*").met_by(&IdleMessage { scope: "repository:acme/a".into(), ..good }));
     }
 }

@@ -4,7 +4,7 @@ use std::{cmp::Reverse, collections::HashSet};
 
 use paddock_record::State;
 
-use super::{machine::Machine, requirements::Requirements};
+use super::{machine::Machine, requirements::Requirements, reuse_scope};
 use crate::api::Ec2Pool;
 
 /// Requirements of warm machines: the pool's defaults.
@@ -16,13 +16,16 @@ pub fn requirements(pool: &Ec2Pool) -> Option<Requirements> {
         cpu: class.cpu,
         memory_mib: class.memory_mib,
         allowed_instance_types: pool.defaults.allowed_instance_types.clone(),
+        scope: String::new(),
     })
 }
 
+/// Whether every claim that asks for the defaults may have the machine.
 fn is_default(machine: &Machine, pool: &Ec2Pool) -> bool {
     let class = pool.default_resource_class().map(|class| class.name.as_str());
     class == Some(machine.record.resource_class.as_str())
         && machine.record.usage_class == pool.defaults.usage_class.as_str()
+        && reuse_scope::fits_all(&machine.record, pool)
 }
 
 /// Whether it was launched as a warm machine and has not booted yet.
@@ -48,6 +51,7 @@ pub fn kept<'a>(machines: &'a [Machine], pool: &Ec2Pool) -> HashSet<&'a str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::ReuseScope;
     use crate::fixtures::ec2::{at, pool, record, tracked};
 
     fn machine(id: &str, state: State, run: &str, threshold: i64) -> Machine {
@@ -70,6 +74,17 @@ mod tests {
         ];
         assert_eq!(missing(&machines, &pool), 3);
         assert_eq!(missing(&machines, &Ec2Pool { min_idle: 1, ..pool }), 0);
+    }
+
+    #[test]
+    fn a_machine_of_a_scope_counts_only_where_the_pool_gives_it_to_all() {
+        let mut pool = Ec2Pool { min_idle: 2, ..pool() };
+        let mut used = machine("i-1", State::Idle, "", 9);
+        (used.record.claims, used.record.scope) = (1, "repository:acme/a".into());
+        let machines = [used, machine("i-2", State::Idle, "", 5)];
+        assert_eq!((missing(&machines, &pool), kept(&machines, &pool)), (1, HashSet::from(["i-2"])));
+        pool.reuse.scope = ReuseScope::Pool;
+        assert_eq!((missing(&machines, &pool), kept(&machines, &pool).len()), (0, 2));
     }
 
     #[test]

@@ -8,8 +8,8 @@ use paddock_record::{Instance, State};
 use super::machine::Machine;
 use crate::api::{
     Ec2Pool, Ec2Worker, FAILURE_MESSAGE_MAX, Failure, FailureReason, Heartbeat, HeartbeatState, InstanceInfo,
-    LABEL_CLAIM, LABEL_POOL, Runner, RunnerPool, UsageClass, Worker, WorkerCounts, WorkerSpec, WorkerState,
-    WorkerStatus, clip,
+    LABEL_CLAIM, LABEL_POOL, Runner, RunnerPool, SCOPE_MAX, UsageClass, Worker, WorkerCounts, WorkerSpec, WorkerState,
+    WorkerStatus, clip, head,
 };
 
 /// A record's state as its Worker shows it.
@@ -68,6 +68,7 @@ pub fn status(tracked: &Machine, pool: &Ec2Pool, old: Option<&WorkerStatus>) -> 
         heartbeat: if ended { None } else { heartbeat(tracked, pool, old) },
         runner: None,
         claims_served: record.claims,
+        scope: some(&head(&record.scope, SCOPE_MAX)),
         failure: failure(record).map(Box::new),
         ..WorkerStatus::default()
     };

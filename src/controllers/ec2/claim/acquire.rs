@@ -32,7 +32,8 @@ impl Work {
         let Some(supply) = view.supply() else { return Ok(Applied::Incomplete) };
         match action {
             ClaimAction::Select(count) => self.select(supply, *count).await,
-            ClaimAction::PlaceOrder(order) => Ok(self.reserve_room(supply, order)),
+            ClaimAction::PlaceOrder(order) => Ok(self.reserve_room(supply, order, 0)),
+            ClaimAction::MakeRoom { order, terminate } => self.make_room(supply, order, terminate).await,
             ClaimAction::SendOrder(order) => self.send_order(supply, order).await,
             ClaimAction::FallBack { order, terminate, message } => self.fall_back(order, terminate, message).await,
             ClaimAction::Seal(ids) => self.seal(supply, &observed.chosen(ids)).await,
@@ -78,21 +79,28 @@ impl Work {
         };
         match token {
             _ if picked.candidates.is_empty() => {}
-            Ok(token) => self.claim_all(supply.spec, picked.candidates, &token).await?,
+            Ok(token) => self.claim_all(supply, picked.candidates, &token).await?,
             Err(outage) => return Ok(outage.into()),
         }
         Ok(Applied::Selected { exhausted: picked.exhausted })
     }
 
     /// Tries to claim the candidates.
-    async fn claim_all(&self, pool: &Ec2Pool, candidates: Vec<Candidate>, token: &SecretString) -> Result<(), Error> {
-        let (ledger, now) = (&self.context.ledger, clock::now());
-        let threshold = pool.lifetimes.claimed.after(now);
+    async fn claim_all(
+        &self,
+        supply: &Supply<'_>,
+        candidates: Vec<Candidate>,
+        token: &SecretString,
+    ) -> Result<(), Error> {
+        let (ledger, now, scope) = (&self.context.ledger, clock::now(), &supply.needs.scope);
+        let threshold = supply.spec.lifetimes.claimed.after(now);
         let (mut transitions, mut tried) = (Vec::new(), Vec::new());
         for candidate in candidates {
             let known = ledger.get(&candidate.machine.instance_id).filter(|machine| !machine.expired(now));
-            let claimed = known.and_then(|machine| {
-                transition::claim(&machine.record, self.reference(), sealed(&machine, token), threshold, now)
+            // The message may be older than the machine's last claim.
+            let fitting = known.filter(|machine| supply.needs.fits_scope(&machine.record));
+            let claimed = fitting.and_then(|machine| {
+                transition::claim(&machine.record, self.reference(), scope, sealed(&machine, token), threshold, now)
             });
             match claimed {
                 Some(claimed) => {
@@ -121,14 +129,43 @@ impl Work {
         Ok(())
     }
 
-    /// Reserves room; the order itself is written with the status.
-    fn reserve_room(&mut self, supply: &Supply<'_>, order: &LaunchOrder) -> Applied {
+    /// Reserves room, that of `ending` machines included; the order itself is written with the status.
+    fn reserve_room(&mut self, supply: &Supply<'_>, order: &LaunchOrder, ending: usize) -> Applied {
         let (key, count) = (self.pool_key(), order.requested);
-        let limits = self.context.limits(&key, supply.spec.max_instances);
+        let mut limits = self.context.limits(&key, supply.spec.max_instances);
+        limits.live = limits.live.saturating_sub(ending as u32);
         // That of an order which this one replaces.
         self.room = None;
         self.room = self.context.launch_room.reserve(&key, &order.client_token, &limits, count, count);
         if self.room.is_some() { Applied::Done } else { Applied::NoRoom }
+    }
+
+    /// Terminates idle machines of other scopes. The order's room is reserved first: the pool would launch warm machines
+    /// there.
+    async fn make_room(
+        &mut self,
+        supply: &Supply<'_>,
+        order: &LaunchOrder,
+        terminate: &[String],
+    ) -> Result<Applied, Error> {
+        if self.reserve_room(supply, order, terminate.len()) == Applied::NoRoom {
+            return Ok(Applied::NoRoom);
+        }
+        for id in terminate {
+            let why = format!("terminated to make room for claim {} of another scope (reuse.scope)", self.name);
+            self.context.end_instance(id, FailureReason::ScopeEvicted, &why).await?;
+        }
+        let is_live = |id: &String| {
+            let machine = self.context.ledger.get(id);
+            machine.is_some_and(|machine| machine.record.state != State::Terminated)
+        };
+        if terminate.iter().any(is_live) {
+            self.room = None;
+            return Ok(Applied::NoRoom);
+        }
+        let note = format!("{} of another scope made room (reuse.scope)", terminate.join(", "));
+        self.event(EventType::Normal, "MadeRoom", note);
+        Ok(Applied::Done)
     }
 
     /// Sends the persisted order to EC2 and creates the records of its instances.

@@ -22,7 +22,7 @@ use paddock_core::{
         claim::{AGENT_CHECK_PERIOD, Applied, ClaimAction, ClaimFacts, PoolView, claim_ref, decide, next},
         claim_status,
         machine::Machine,
-        waiting_line::Obstacle,
+        waiting_line::Admission,
     },
     names::PoolKey,
 };
@@ -138,7 +138,7 @@ struct Work {
 struct Observed {
     machines: Vec<Machine>,
     pool: Option<Arc<RunnerPool>>,
-    admission: Result<(), Obstacle>,
+    admission: Admission,
     capacity: CapacityMemory,
     run_completed: bool,
 }
@@ -241,6 +241,7 @@ impl Work {
             ClaimAction::Finalize => self.finalize().await,
             ClaimAction::Select(_)
             | ClaimAction::PlaceOrder(_)
+            | ClaimAction::MakeRoom { .. }
             | ClaimAction::SendOrder(_)
             | ClaimAction::FallBack { .. }
             | ClaimAction::Seal(_)

@@ -137,6 +137,7 @@ async fn send_order(
         cpu: order.cpu,
         memory_mib: order.memory_mib,
         allowed_instance_types: order.allowed_instance_types.clone(),
+        scope: String::new(),
     };
     let launch = |launched| context.launch(launched, key, ec2, &needs, None, now);
     context.ledger.apply(outcome.launched.iter().filter_map(launch).collect()).await.map_err(aws_problem)?;
