@@ -1,7 +1,7 @@
 //! The model's actions and their effects.
 
 use paddock_core::ec2::matching::Pickup;
-use paddock_record::{Signal, State};
+use paddock_record::State;
 use stateright::{Model, Property};
 
 use crate::{
@@ -298,7 +298,7 @@ impl Model for Protocol {
         let mut world = World { claims, left: self.faults, ..World::default() };
         for (id, start) in self.machines.into_iter().enumerate() {
             let (record, ec2, signal) = match start {
-                Start::Pooled => (Some(State::Idle), Ec2::Running, Some((Signal::ScriptOk, None, 0))),
+                Start::Pooled => (Some(State::Idle), Ec2::Running, Some(SCRIPT_OK)),
                 Start::Warming => (Some(State::Created), Ec2::Running, None),
                 Start::Absent => (None, Ec2::Absent, None),
                 Start::Never => (None, Ec2::Gone, None),
@@ -375,6 +375,9 @@ impl Model for Protocol {
                 world.lost = true;
                 world.end(id);
             }
+        }
+        if self.mutant != Mutant::CountsOldSignals {
+            world.forget_old_signals();
         }
         world.tidy();
         Some(world)

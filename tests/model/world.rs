@@ -64,6 +64,8 @@ pub enum Ec2 {
     Gone,
 }
 
+pub const SCRIPT_OK: (Signal, Option<usize>, u8) = (Signal::ScriptOk, None, 0);
+
 /// An instance and its agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Machine {
@@ -217,7 +219,7 @@ impl World {
         let next = match (machine.signal, machine.serving, record.run) {
             _ if machine.ec2 != Ec2::Running => machine,
             _ if !record.is_live() => Machine { ec2: Ec2::Gone, ..Machine::default() },
-            (None, _, _) => report(Signal::ScriptOk, None),
+            (None, _, _) => Machine { signal: Some(SCRIPT_OK), ..machine },
             (_, None, None) if record.leaving.is_some() => report(Signal::Deregistered, record.leaving),
             // It registers, and signals a moment later.
             (_, None, run) if run.is_some() && record.sealed => Machine { serving: run, ..machine },
@@ -232,6 +234,15 @@ impl World {
     pub fn is_orphaned(&self, id: usize) -> bool {
         let run = self.table[id].filter(Record::is_live).and_then(|record| record.run);
         run.is_some_and(|run| self.claims[run].is_none()) && self.machines[id].age != Age::Expired
+    }
+
+    /// Forgets signals for earlier claims, which count for nothing.
+    pub fn forget_old_signals(&mut self) {
+        for (record, machine) in self.table.iter().zip(&mut self.machines) {
+            let claims = record.map(|record| record.claims);
+            let is_old = |(signal, _, of): &(Signal, _, u8)| *signal != Signal::ScriptOk && Some(*of) != claims;
+            machine.signal = machine.signal.map(|signal| if is_old(&signal) { SCRIPT_OK } else { signal });
+        }
     }
 
     /// Normalises state that no longer makes a difference, which keeps the state space small.

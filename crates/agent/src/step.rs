@@ -132,7 +132,9 @@ fn end(facts: &Facts, now: Timestamp) -> Option<End> {
             (State::Terminated, _) => Some(End::Terminated),
             (State::Created | State::Running | State::Idle | State::Claimed | State::Unknown, None) => None,
             (State::Created | State::Running | State::Idle | State::Claimed | State::Unknown, Some(threshold)) => {
-                let lifetime = threshold.duration_since(instance.updated_at).max(SignedDuration::ZERO);
+                // Another version may have left out `updatedAt`; then there is only this machine's clock.
+                let written = Some(instance.updated_at).filter(|at| *at != Timestamp::UNIX_EPOCH).unwrap_or(*since);
+                let lifetime = threshold.duration_since(written).max(SignedDuration::ZERO);
                 let end = since.saturating_add(lifetime).unwrap_or(Timestamp::MAX);
                 if passed(end, EXPIRY_SLACK, *read_at) {
                     Some(End::Expired)

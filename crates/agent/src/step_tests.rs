@@ -171,13 +171,18 @@ fn an_expired_instance_shuts_down_in_every_phase() {
     let expiring = |since: SignedDuration, read_at: Timestamp| {
         let mut instance = instance(State::Running, "A", "");
         // By a clock that is years away. Its time is ten minutes from when it was first read.
-        instance.updated_at = Timestamp::UNIX_EPOCH;
-        instance.threshold = Some(Timestamp::UNIX_EPOCH + MINUTE * 10);
+        instance.updated_at = Timestamp::UNIX_EPOCH + MINUTE;
+        instance.threshold = Some(instance.updated_at + MINUTE * 10);
         Record::Seen { instance: Box::new(instance), read_at, since: now() - since }
     };
     let past = |since| {
         let mut instance = instance(State::Running, "A", "");
         (instance.updated_at, instance.threshold) = (now(), Some(now() - MINUTE * 60));
+        Record::Seen { instance: Box::new(instance), read_at: now(), since: now() - since }
+    };
+    let undated = |since| {
+        let mut instance = instance(State::Running, "A", "");
+        instance.threshold = Some(now() - since + MINUTE);
         Record::Seen { instance: Box::new(instance), read_at: now(), since: now() - since }
     };
     let (hour, long_ago) = (SignedDuration::from_hours(1), now() - SignedDuration::from_hours(2));
@@ -190,6 +195,10 @@ fn an_expired_instance_shuts_down_in_every_phase() {
         (expiring(MINUTE * 11 + SECOND, now()), long_ago, Some(End::Expired)),
         (past(MINUTE), long_ago, None),
         (past(MINUTE + SECOND), long_ago, Some(End::Expired)),
+        // Without `updatedAt`, of another version: its threshold is a minute ahead.
+        (seen(instance(State::Running, "A", "")), long_ago, None),
+        (undated(MINUTE * 2), long_ago, None),
+        (undated(MINUTE * 2 + SECOND), long_ago, Some(End::Expired)),
         // Read before its time ended and unreadable since: the operator may have extended it.
         (expiring(MINUTE * 10 + hour, now() - hour), long_ago, None),
         (expiring(MINUTE * 10 + hour + SECOND, now() - hour), long_ago, Some(End::RecordUnreadable)),

@@ -182,11 +182,12 @@ impl Machine<'_> {
 
     /// Writes the record as the operator does; `threshold` is relative to now.
     pub async fn record(&self, state: State, run: &str, sealed: &str, threshold: SignedDuration) -> Result<()> {
-        let mut item = key(entity::INSTANCE, &self.id);
+        let (mut item, now) = (key(entity::INSTANCE, &self.id), Timestamp::now());
         let texts = [
             (attribute::STATE, state.to_string()),
             (attribute::RUN_ID, run.to_owned()),
-            (attribute::THRESHOLD, stamp(Timestamp::now() + threshold)),
+            (attribute::UPDATED_AT, stamp(now)),
+            (attribute::THRESHOLD, stamp(now + threshold)),
             (attribute::SEALED, sealed.to_owned()),
             (attribute::GITHUB_URL, self.bed.github_url()),
         ];
