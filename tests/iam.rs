@@ -13,8 +13,9 @@ use serde_json::Value;
 const OF_CREATE_FLEET: [&str; 3] = ["ec2:CreateTags", "ec2:RunInstances", "iam:PassRole"];
 
 /// EC2 supports no resource-level permissions for these.
-const WITHOUT_RESOURCE: [&str; 5] = [
+const WITHOUT_RESOURCE: [&str; 6] = [
     "ec2:DescribeImages",
+    "ec2:DescribeInstanceTypes",
     "ec2:DescribeInstances",
     "ec2:DescribeLaunchTemplateVersions",
     "ec2:DescribeSecurityGroups",

@@ -121,7 +121,7 @@ async fn workers_table(shared: Arc<Shared>) -> Result<()> {
     fits(&table, &["NAME", "POOL", "STATE", "CLAIM", "WHERE", "AGE"])?;
     ensure!(table.lines().count() == 101, "{table}");
     let wide = server.kubectl_text(&["get", "wk", "-l", "table=workers", "-o", "wide"])?;
-    for column in ["RUN", "RUNNER", "ZONE", "HEARTBEAT", "UNTIL", "FAILURE"] {
+    for column in ["RUN", "RUNNER", "ZONE", "HEARTBEAT", "UNTIL", "SCOPE", "FAILURE"] {
         ensure!(wide.lines().next().is_some_and(|head| head.split_whitespace().any(|name| name == column)), "{wide}");
     }
     ensure!(wide.contains("runner_never_registered") && wide.contains("fresh"), "{wide}");

@@ -67,6 +67,7 @@ async fn defaults_agree(shared: Arc<Shared>) -> Result<()> {
     );
     ensure!(ec2["defaults"] == json!({ "usageClass": "on-demand", "allowedInstanceTypes": ["*"] }), "{ec2}");
     ensure!(ec2["minIdle"] == 0 && ec2["fallback"]["spotToOnDemand"] == false, "{ec2}");
+    ensure!(ec2["reuse"]["scope"] == "Repository", "{ec2}");
 
     let pool = check::<RunnerPool>(&shared, object("RunnerPool", "least-board", json!({ "board": {
         "board": "rv1", "labels": [["riscv"]], "image": "runner", "github": { "credentialsRef": { "name": "github-app" } },
@@ -193,6 +194,7 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
         heartbeat: Some(Heartbeat { state: HeartbeatState::Stale, since: Time(now) }),
         runner: Some(Runner { id: None, name: "runner".into() }),
         claims_served: 3,
+        scope: Some("s".repeat(api::SCOPE_MAX)),
         failure: Some(Box::new(Failure {
             reason: FailureReason::PodFailed,
             message: api::clip(&"m".repeat(10_000), api::FAILURE_MESSAGE_MAX),

@@ -147,6 +147,8 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2::selection::claim_of_ten_takes_four_idle_machines_and_six_new_ones,
         ec2::selection::i1_two_claims_of_one_run_share_no_machine,
         ec2::selection::i3_idle_machine_that_does_not_fit_stays_claimable,
+        ec2::selection::machine_larger_than_its_class_serves_a_claim_that_needs_its_size,
+        ec2::selection::machine_of_unknown_size_counts_as_its_class,
         ec2::selection::poisoned_messages_are_dropped_and_the_next_one_tried,
         ec2::waiting::claim_that_waits_for_room_holds_nothing,
         ec2::waiting::two_claims_for_all_machines_are_served_in_turn,

@@ -62,9 +62,11 @@ impl LaunchRoom {
         Some(Reservation { room: self.clone(), pool: pool.clone(), token: token.to_owned(), count })
     }
 
-    /// Machines that exist or are being launched, without those of the order `token`.
+    /// Machines that exist or are being launched, without those of the order `token`. Leaves nothing behind for a pool
+    /// that was deleted.
     pub fn used(&self, pool: &PoolKey, token: &str, limits: &Limits) -> u32 {
-        self.pools().entry(pool.clone()).or_default().used(token, limits)
+        let mut pools = self.pools();
+        pools.get_mut(pool).unwrap_or(&mut PoolOrders::default()).used(token, limits)
     }
 
     /// The machines of an order have records.
@@ -126,6 +128,15 @@ impl Drop for Reservation {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_deleted_pool_leaves_nothing_behind() {
+        let room = Arc::new(LaunchRoom::default());
+        room.settle(&linux(), "a");
+        room.forget(&linux());
+        assert_eq!(room.used(&linux(), "b", &limits(1, &[("a", 2)])), 3);
+        assert!(room.pools().is_empty());
+    }
 
     fn limits(live: u32, open: &[(&str, u32)]) -> Limits {
         Limits { max: 4, live, open: open.iter().map(|(token, count)| ((*token).to_owned(), *count)).collect() }

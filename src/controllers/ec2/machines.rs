@@ -37,6 +37,8 @@ impl Ec2Context {
         claim: Option<ClaimRef>,
         now: Timestamp,
     ) -> Option<Transition> {
+        // At least what was ordered, where its size is not known.
+        let (cpu, mem) = launched.size.map_or((needs.cpu, needs.memory_mib), |size| (size.cpu, size.memory_mib));
         let identity = Identity {
             instance_id: launched.id.clone(),
             pool: key.to_string(),
@@ -44,8 +46,8 @@ impl Ec2Context {
             instance_type: launched.instance_type.clone(),
             usage_class: launched.usage_class.as_str().to_owned(),
             zone: launched.zone.clone(),
-            cpu: needs.cpu,
-            mem: needs.memory_mib,
+            cpu,
+            mem,
             github_url: github_url(self.shared.github.html_url(), pool),
         };
         let known = self.ledger.get(&launched.id).map(|machine| machine.record);

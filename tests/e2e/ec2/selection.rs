@@ -108,6 +108,40 @@ pub async fn i3_idle_machine_that_does_not_fit_stays_claimable(world: &World) ->
     pool.clean_up().await
 }
 
+/// EC2 may launch a machine that is larger than its class. A claim that needs its size gets it, and none is launched.
+pub async fn machine_larger_than_its_class_serves_a_claim_that_needs_its_size(world: &World) -> Result<()> {
+    let types = json!({ "allowedInstanceTypes": ["m6a.2xlarge"] });
+    let pool = Ec2Pool::new(world, json!({ "maxInstances": 2, "defaults": types })).await?;
+    pool.claim("small", "8410", json!({})).await?;
+    let small = names(&pool.until_phase("small", ClaimPhase::Ready).await?);
+    let records = pool.records().await?;
+    let sizes: Vec<_> =
+        records.values().map(|record| (record.resource_class.as_str(), record.cpu, record.mem)).collect();
+    ensure!(sizes == [("medium", 8, 32768)], "{sizes:?}");
+    pool.release("small").await?;
+    pool.until_pooled(1).await?;
+    pool.claim("big", "8411", json!({ "cpu": 8, "memoryMiB": 16384 })).await?;
+    let big = names(&pool.until_phase("big", ClaimPhase::Ready).await?);
+    ensure!(big == small && pool.instances().len() == 1, "{big:?} {:?}", pool.instances());
+    pool.release("big").await?;
+    pool.clean_up().await
+}
+
+/// A machine whose size EC2 does not tell counts as large as it was ordered.
+pub async fn machine_of_unknown_size_counts_as_its_class(world: &World) -> Result<()> {
+    // Only this test uses the instance type, so the operator has not asked for its size before.
+    let types = json!({ "allowedInstanceTypes": ["m6a.4xlarge"] });
+    let denied = Rule::on(Service::Ec2, "DescribeInstanceTypes", Effect::error("UnauthorizedOperation"));
+    let pool = Ec2Pool::new(world, json!({ "defaults": types })).await?;
+    let denied = pool.fault(denied.containing("m6a.4xlarge"));
+    pool.claim("build", "8412", json!({})).await?;
+    pool.until_phase("build", ClaimPhase::Ready).await?;
+    let sizes: Vec<_> = pool.records().await?.values().map(|record| (record.cpu, record.mem)).collect();
+    ensure!(sizes == [(2, 4096)] && denied.hits() == 1, "{sizes:?}, {} hits", denied.hits());
+    pool.release("build").await?;
+    pool.clean_up().await
+}
+
 /// Messages that are malformed, expired, repeated or about machines that are gone are dropped; the claim gets the one
 /// idle machine, once.
 pub async fn poisoned_messages_are_dropped_and_the_next_one_tried(world: &World) -> Result<()> {

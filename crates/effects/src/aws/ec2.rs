@@ -1,5 +1,7 @@
 //! EC2: launch templates, fleets and termination.
 
+use std::sync::Arc;
+
 use aws_sdk_ec2::{
     Client,
     types::{
@@ -18,7 +20,11 @@ use paddock_core::{
     names::PoolKey,
 };
 
-use super::{AwsError, without_encoded_details, word};
+use super::{
+    AwsError,
+    instance_types::{Size, Sizes},
+    without_encoded_details, word,
+};
 
 /// The state reason of a spot instance that EC2 reclaimed.
 const SPOT_RECLAIMED: &str = "Server.SpotInstanceTermination";
@@ -26,6 +32,7 @@ const SPOT_RECLAIMED: &str = "Server.SpotInstanceTermination";
 #[derive(Clone)]
 pub struct Machines {
     client: Client,
+    sizes: Arc<Sizes>,
 }
 
 /// An instance that a fleet launched.
@@ -35,6 +42,8 @@ pub struct Launched {
     pub instance_type: String,
     pub zone: String,
     pub usage_class: UsageClass,
+    /// None if EC2 did not describe its type.
+    pub size: Option<Size>,
 }
 
 /// The result of a fleet request. It may contain both instances and causes, because a fleet can be fulfilled partially.
@@ -62,7 +71,7 @@ pub struct Described {
 
 impl Machines {
     pub fn new(client: Client) -> Self {
-        Self { client }
+        Self { client, sizes: Arc::default() }
     }
 
     /// Creates a template version unless the latest one has the digest of `wanted`.
@@ -205,9 +214,12 @@ impl Machines {
             let instance_type = group.instance_type.map(|kind| kind.as_str().to_owned()).unwrap_or_default();
             for id in group.instance_ids.unwrap_or_default() {
                 let (instance_type, zone) = (instance_type.clone(), zone.clone());
-                launched.push(Launched { id, instance_type, zone, usage_class: order.usage_class });
+                launched.push(Launched { id, instance_type, zone, usage_class: order.usage_class, size: None });
             }
         }
+        let kinds = launched.iter().map(|launched| launched.instance_type.clone()).collect();
+        let sizes = self.sizes.of(&self.client, &kinds).await;
+        launched.iter_mut().for_each(|launched| launched.size = sizes.get(&launched.instance_type).copied());
         let causes = answer.errors.unwrap_or_default().into_iter().map(|error| {
             let chosen = error.launch_template_and_overrides.and_then(|chosen| chosen.overrides);
             let (subnet, zone, kind) = chosen.map_or((None, None, None), |chosen| {

@@ -2,6 +2,7 @@
 
 pub mod dynamodb;
 pub mod ec2;
+pub mod instance_types;
 pub mod sqs;
 
 use std::time::Duration;
