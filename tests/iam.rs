@@ -6,8 +6,8 @@ use std::{
     path::Path,
 };
 
-use paddock_record::{entity, table_name};
-use serde_json::Value;
+use paddock_record::{MachineArns, attribute, entity, instance_key, report_key, table_name};
+use serde_json::{Value, json};
 
 /// The permissions EC2 requires for `CreateFleet` with a launch template that has tags and an instance profile.
 const OF_CREATE_FLEET: [&str; 3] = ["ec2:CreateTags", "ec2:RunInstances", "iam:PassRole"];
@@ -160,15 +160,27 @@ fn nothing_is_granted_beyond_our_names_and_tags() {
 }
 
 #[test]
-fn an_instance_writes_only_what_agents_write() {
-    let keys = |action: &str| {
-        let statements = statements("docs/iam/instance.json");
-        let statement = statements.iter().find(|statement| texts(&statement["Action"]) == [action]).unwrap();
-        texts(&statement["Condition"]["ForAllValues:StringEquals"]["dynamodb:LeadingKeys"])
+fn an_instance_writes_only_what_its_agent_writes() {
+    let source = MachineArns::of_table("arn:aws:dynamodb:us-east-1:123456789012:table/paddock-ci").unwrap();
+    let own = |entity: &str| {
+        let key = report_key(entity, &source, "i-1")[attribute::PK].as_s().unwrap().clone();
+        key.replace(&source.arn("i-1"), "${ec2:SourceInstanceARN}")
     };
-    let partition = |entity: &str| format!("TYPE#{entity}");
-    assert_eq!(keys("dynamodb:GetItem"), [partition(entity::INSTANCE)]);
-    assert_eq!(keys("dynamodb:PutItem"), [partition(entity::HEARTBEAT), partition(entity::SIGNAL)]);
+    let instances = instance_key("")[attribute::PK].as_s().unwrap().clone();
+    let granted = |action: &str, operator: &str, keys: &[String]| {
+        let statements = statements("docs/iam/instance.json");
+        let of_action: Vec<_> =
+            statements.iter().filter(|it| texts(&it["Action"]).contains(&action.to_owned())).collect();
+        let condition = json!({
+            operator: { "dynamodb:LeadingKeys": keys },
+            // A request without keys would fulfil the condition on all of them.
+            "Null": { "dynamodb:LeadingKeys": "false" },
+        });
+        assert_eq!(of_action.len(), 1, "{action}");
+        assert_eq!(of_action[0]["Condition"], condition, "{action}");
+    };
+    granted("dynamodb:GetItem", "ForAllValues:StringEquals", &[instances]);
+    granted("dynamodb:PutItem", "ForAllValues:StringLike", &[own(entity::HEARTBEAT), own(entity::SIGNAL)]);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Reads and changes what the operator and the agents have written to AWS, as a person at the console would.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 
 use anyhow::{Context, Result, ensure};
 use aws_sdk_dynamodb::{
@@ -10,13 +10,22 @@ use aws_sdk_dynamodb::{
     types::AttributeValue,
 };
 use jiff::Timestamp;
-use paddock_record::{Heartbeat, IdleMessage, Instance, Signal, WorkerSignal, entity, key, table_name};
+use paddock_record::{
+    Heartbeat, IdleMessage, Instance, MachineArns, Signal, WorkerSignal, entity, instance_key, report_key, table_name,
+};
 use serde_json::{Value, json};
 
-use crate::aws::Aws;
+use crate::aws::{ACCOUNT, Aws, PARTITION, REGION, access_key};
 
 /// Receives per listing of a queue: a single one may be empty while another consumer holds the message.
 const RECEIVES: usize = 3;
+
+type Item = HashMap<String, AttributeValue>;
+
+/// The ARNs of the machines that the bed's AWS launches.
+pub fn machine_arns() -> MachineArns {
+    MachineArns { partition: PARTITION.into(), region: REGION.into(), account: ACCOUNT.into() }
+}
 
 pub struct Cloud {
     dynamodb: Client,
@@ -28,11 +37,20 @@ pub struct Cloud {
 impl Cloud {
     /// A view of one cluster's records, queues and templates.
     pub fn new(aws: &Aws, cluster: &str) -> Self {
+        Self::with_key(aws, cluster, "console")
+    }
+
+    /// The same with the credentials of an instance's role, as a job on the instance has it.
+    pub fn of_machine(aws: &Aws, cluster: &str, id: &str) -> Self {
+        Self::with_key(aws, cluster, &access_key(id))
+    }
+
+    fn with_key(aws: &Aws, cluster: &str, key: &str) -> Self {
         let config = aws_sdk_dynamodb::Config::builder()
             .behavior_version(BehaviorVersion::latest())
-            .region(Region::new("us-east-1"))
+            .region(Region::new(REGION))
             .endpoint_url(aws.endpoint())
-            .credentials_provider(Credentials::new("console", "console", None, None, "console"))
+            .credentials_provider(Credentials::new(key, "secret", None, None, "bed"))
             .build();
         Self {
             dynamodb: Client::from_conf(config),
@@ -53,19 +71,21 @@ impl Cloud {
     }
 
     pub async fn record(&self, id: &str) -> Result<Option<Instance>> {
-        Ok(self.item(entity::INSTANCE, id).await?.as_ref().map(Instance::from_item))
+        Ok(self.item(instance_key(id)).await?.as_ref().map(Instance::from_item))
     }
 
     pub async fn heartbeat(&self, id: &str) -> Result<Option<Heartbeat>> {
-        Ok(self.item(entity::HEARTBEAT, id).await?.as_ref().map(Heartbeat::from_item).transpose()?)
+        let item = self.item(report_key(entity::HEARTBEAT, &machine_arns(), id)).await?;
+        Ok(item.as_ref().map(Heartbeat::from_item).transpose()?)
     }
 
     pub async fn signal(&self, id: &str) -> Result<Option<WorkerSignal>> {
-        Ok(self.item(entity::SIGNAL, id).await?.as_ref().map(WorkerSignal::from_item).transpose()?)
+        let item = self.item(report_key(entity::SIGNAL, &machine_arns(), id)).await?;
+        Ok(item.as_ref().map(WorkerSignal::from_item).transpose()?)
     }
 
-    async fn item(&self, entity: &str, id: &str) -> Result<Option<std::collections::HashMap<String, AttributeValue>>> {
-        let get = self.dynamodb.get_item().table_name(&self.table).set_key(Some(key(entity, id)));
+    async fn item(&self, key: Item) -> Result<Option<Item>> {
+        let get = self.dynamodb.get_item().table_name(&self.table).set_key(Some(key));
         Ok(get.consistent_read(true).send().await?.item)
     }
 
@@ -89,13 +109,18 @@ impl Cloud {
 
     /// Writes this signal in the name of its agent.
     pub async fn forge(&self, signal: &WorkerSignal) -> Result<()> {
-        self.dynamodb.put_item().table_name(&self.table).set_item(Some(signal.to_item())).send().await?;
+        self.put(signal.to_item(&machine_arns())).await
+    }
+
+    /// Writes any item.
+    pub async fn put(&self, item: Item) -> Result<()> {
+        self.dynamodb.put_item().table_name(&self.table).set_item(Some(item)).send().await?;
         Ok(())
     }
 
     /// Changes the record of an instance: sets attributes, and removes others.
     pub async fn edit_record(&self, id: &str, set: &[(&str, &str)], remove: &[&str]) -> Result<()> {
-        let mut item = self.item(entity::INSTANCE, id).await?.context("the instance has a record")?;
+        let mut item = self.item(instance_key(id)).await?.context("the instance has a record")?;
         item.retain(|name, _| !remove.contains(&name.as_str()));
         item.extend(set.iter().map(|(name, text)| ((*name).to_owned(), AttributeValue::S((*text).to_owned()))));
         self.dynamodb.put_item().table_name(&self.table).set_item(Some(item)).send().await?;
@@ -104,14 +129,14 @@ impl Cloud {
 
     /// An attribute of an instance's record.
     pub async fn attribute(&self, id: &str, name: &str) -> Result<Option<String>> {
-        let item = self.item(entity::INSTANCE, id).await?.unwrap_or_default();
+        let item = self.item(instance_key(id)).await?.unwrap_or_default();
         Ok(item.get(name).and_then(|value| value.as_s().ok()).cloned())
     }
 
     /// Removes the record of an instance.
     pub async fn delete_record(&self, id: &str) -> Result<()> {
         let delete = self.dynamodb.delete_item().table_name(&self.table);
-        delete.set_key(Some(key(entity::INSTANCE, id))).send().await?;
+        delete.set_key(Some(instance_key(id))).send().await?;
         Ok(())
     }
 

@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::ec2::Ec2Context;
 pub use self::runtime::{
-    CONFLICT_RETRY, ERROR_RETRY, Error, Failures, Next, REFUSAL_RETRY, drive, every, reference, time_until,
+    CONFLICT_RETRY, ERROR_RETRY, Error, Failures, Next, REFUSAL_RETRY, drive, every, paced, reference, time_until,
 };
 use crate::{settings::Settings, webhook::intake::Intake};
 

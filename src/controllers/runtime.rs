@@ -180,6 +180,17 @@ pub async fn every<F: Future<Output = Result<(), Error>>>(
     period: Duration,
     metrics: Metrics,
     stop: CancellationToken,
+    pass: impl FnMut() -> F,
+) {
+    paced(name, || period, metrics, stop, pass).await;
+}
+
+/// Like [`every`], with a period that is asked for after each pass.
+pub async fn paced<F: Future<Output = Result<(), Error>>>(
+    name: &'static str,
+    period: impl Fn() -> Duration,
+    metrics: Metrics,
+    stop: CancellationToken,
     mut pass: impl FnMut() -> F,
 ) {
     let label = ControllerLabel { controller: name };
@@ -206,7 +217,7 @@ pub async fn every<F: Future<Output = Result<(), Error>>>(
         };
         tokio::select! {
             () = stop.cancelled() => return,
-            () = tokio::time::sleep(pause(period, count)) => {}
+            () = tokio::time::sleep(pause(period(), count)) => {}
         }
     }
 }

@@ -16,11 +16,11 @@ use paddock_core::{
         waiting_line::{Admission, OpenClaim, Stock, admit_last},
     },
 };
-use paddock_record::{Heartbeat, IdleMessage, KeyPair, PublicKey, Signal, State, WorkerSignal};
+use paddock_record::{Heartbeat, IdleMessage, Signal, State, WorkerSignal};
 
 use crate::{
     protocol::{Mutant, Protocol},
-    transitions::{NOW, instance, run_id},
+    transitions::{KEY, NOW, instance, run_id},
     world::*,
 };
 
@@ -44,7 +44,6 @@ static ORDER: LazyLock<LaunchOrder> = LazyLock::new(|| {
     });
     serde_json::from_value(order).unwrap()
 });
-static KEY: LazyLock<PublicKey> = LazyLock::new(|| KeyPair::generate().public());
 
 /// The result of a claim's reconciliation.
 pub enum Next {

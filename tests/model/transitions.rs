@@ -4,7 +4,9 @@ use std::sync::LazyLock;
 
 use aws_sdk_dynamodb::types::AttributeValue;
 use jiff::{SignedDuration, Timestamp};
-use paddock_record::{ClaimRef, Identity, Instance, Transition, attribute, entity, key, transition};
+use paddock_record::{
+    ClaimRef, Identity, Instance, KeyPair, PublicKey, Transition, attribute, instance_key, transition,
+};
 
 use crate::world::*;
 
@@ -13,7 +15,7 @@ const SECOND: SignedDuration = SignedDuration::from_secs(1);
 const MINUTE: SignedDuration = SignedDuration::from_mins(1);
 
 static INSTANCE: LazyLock<Instance> = LazyLock::new(|| {
-    let mut item = key(entity::INSTANCE, "");
+    let mut item = instance_key("");
     let texts = [
         (attribute::STATE, "terminated"),
         (attribute::RESOURCE_CLASS, "medium"),
@@ -22,6 +24,9 @@ static INSTANCE: LazyLock<Instance> = LazyLock::new(|| {
     item.extend(texts.map(|(name, text)| (name.to_owned(), AttributeValue::S(text.to_owned()))));
     Instance::from_item(&item)
 });
+
+/// The key of every agent.
+pub static KEY: LazyLock<PublicKey> = LazyLock::new(|| KeyPair::from_bytes([1; 32]).public());
 
 /// The id of a run, by the number of its claim.
 pub fn run_id(run: Option<usize>) -> String {
@@ -64,7 +69,7 @@ impl From<&Instance> for Record {
 impl Change {
     /// Applies the transition to the record as seen, with or without a key to seal a token to.
     pub fn of(self, id: usize, seen: Option<Record>, has_key: bool) -> Option<Transition> {
-        let sealed = || has_key.then(|| "sealed".to_owned());
+        let (key, sealed) = (has_key.then(|| &*KEY), || has_key.then(|| "sealed".to_owned()));
         let threshold = NOW + MINUTE * 5;
         let seen = seen.map(|seen| instance(id, &seen, Age::Fresh));
         let run = match self {
@@ -79,10 +84,10 @@ impl Change {
         match self {
             Self::Launch(_) => None,
             Self::Claim(_) => transition::claim(seen, claim, "", sealed(), threshold, NOW),
-            Self::Seal => transition::seal(seen, sealed()),
+            Self::Seal => transition::seal(seen, key, sealed()),
             Self::Start => transition::start(seen, threshold, NOW),
             Self::Release => transition::release(seen, sealed(), threshold, NOW),
-            Self::WarmUp => transition::warm_up(seen, threshold, NOW),
+            Self::WarmUp => transition::warm_up(seen, key, threshold, NOW),
             Self::MakeIdle => transition::make_idle(seen, threshold, NOW),
             Self::Renew => transition::renew(seen, threshold, NOW),
             Self::Pool => transition::pool(seen),

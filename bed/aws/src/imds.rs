@@ -18,7 +18,7 @@ use jiff::{SignedDuration, Timestamp};
 use serde_json::json;
 use tokio::{net::TcpListener, task::AbortHandle};
 
-use crate::{front::Front, instances::Instance};
+use crate::{ACCOUNT, PARTITION, front::Front, iam::access_key, instances::Instance};
 
 const TTL: &str = "x-aws-ec2-metadata-token-ttl-seconds";
 const TOKEN: &str = "x-aws-ec2-metadata-token";
@@ -76,6 +76,7 @@ fn lookup(instance: &Instance, path: &str, now: Timestamp) -> Option<Vec<u8>> {
         "meta-data/ami-id" => instance.image_id.clone(),
         "meta-data/local-ipv4" => instance.private_ip.clone(),
         "meta-data/instance-life-cycle" => instance.usage.name().to_owned(),
+        "meta-data/services/partition" => PARTITION.to_owned(),
         "meta-data/placement/region" => region.to_owned(),
         "meta-data/placement/availability-zone" => instance.zone.clone(),
         "meta-data/tags/instance" => {
@@ -107,7 +108,7 @@ fn shown_tags(instance: &Instance) -> Option<&BTreeMap<String, String>> {
 
 fn identity(instance: &Instance, region: &str) -> String {
     let document = json!({
-        "accountId": "000000000000",
+        "accountId": ACCOUNT,
         "architecture": "x86_64",
         "availabilityZone": instance.zone,
         "imageId": instance.image_id,
@@ -127,7 +128,7 @@ fn credentials(instance: &Instance, role: &str, now: Timestamp) -> Option<String
             "Code": "Success",
             "LastUpdated": now.to_string(),
             "Type": "AWS-HMAC",
-            "AccessKeyId": format!("ASIA{}", instance.id.trim_start_matches("i-").to_uppercase()),
+            "AccessKeyId": access_key(&instance.id),
             "SecretAccessKey": "bed",
             "Token": format!("bed-{}", instance.id),
             "Expiration": (now + SignedDuration::from_hours(6)).to_string(),

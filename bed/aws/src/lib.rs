@@ -12,6 +12,7 @@ pub mod faults;
 mod fleet;
 mod form;
 mod front;
+mod iam;
 mod imds;
 mod instances;
 mod line;
@@ -40,6 +41,7 @@ pub use crate::{
     call::Service,
     capacity::{Limit, Usage},
     front::Calls,
+    iam::access_key,
     instances::{Event, Instance, InstanceState, Shutdown},
 };
 use crate::{
@@ -49,6 +51,11 @@ use crate::{
     front::{Failure, Front, Outcome, Upstream},
     line::{Line, LineListener},
 };
+
+/// Where everything is, as ARNs and metadata name it.
+pub const PARTITION: &str = "aws";
+pub const REGION: &str = "us-east-1";
+pub const ACCOUNT: &str = "000000000000";
 
 /// An emulator that takes longer than this for one call hangs. Launching a hundred instances takes seconds.
 const CALL_DEADLINE: Duration = Duration::from_secs(300);
@@ -101,7 +108,7 @@ impl Aws {
     pub fn env(&self) -> Vec<(String, String)> {
         let pairs = [
             ("AWS_ENDPOINT_URL", self.endpoint.as_str()),
-            ("AWS_REGION", "us-east-1"),
+            ("AWS_REGION", REGION),
             ("AWS_ACCESS_KEY_ID", "AKIABED"),
             ("AWS_SECRET_ACCESS_KEY", "bed"),
             ("AWS_EC2_METADATA_DISABLED", "true"),

@@ -17,10 +17,13 @@ use aws_sdk_dynamodb::{
     types::{AttributeValue, KeysAndAttributes, PutRequest, WriteRequest},
 };
 use jiff::Timestamp;
-use paddock_record::{HEARTBEAT, Heartbeat, Instance, KeyPair, PublicKey, Signal, State, WorkerSignal, entity, key};
+use paddock_record::{HEARTBEAT, Heartbeat, Instance, KeyPair, PublicKey, Signal, State, WorkerSignal, instance_key};
 use tokio::{sync::mpsc::UnboundedReceiver, task::AbortHandle};
 
-use crate::aws::{Aws, Event};
+use crate::{
+    aws::{Aws, Event},
+    cloud::machine_arns,
+};
 
 /// How often each agent polls its record.
 pub const RECORD_POLL: Duration = Duration::from_millis(50);
@@ -171,9 +174,9 @@ impl Shared {
         let keys = ids.iter().map(|_| KeyPair::generate()).map(|key| (key.public(), key));
         let keys: Vec<_> = keys.collect();
         let (now, stamp) = (Instant::now(), Timestamp::now());
-        let beats = ids.iter().zip(&keys).map(|(id, (public, _))| beat(id, public, stamp).to_item());
+        let beats = ids.iter().zip(&keys).map(|(id, (public, _))| beat(id, public, stamp).to_item(&machine_arns()));
         self.put(beats.collect()).await;
-        let ready = |id: &String| WorkerSignal::new(id, Signal::ScriptOk, "", 0, stamp).to_item();
+        let ready = |id: &String| WorkerSignal::new(id, Signal::ScriptOk, "", 0, stamp).to_item(&machine_arns());
         self.put(ids.iter().map(ready).collect()).await;
         let mut agents = self.agents();
         for (id, (public, key)) in ids.into_iter().zip(keys) {
@@ -211,7 +214,7 @@ impl Shared {
             }
             (agent.record, agent.read_at) = (Some(record), read_at);
         }
-        self.put(answers.iter().map(WorkerSignal::to_item).collect()).await;
+        self.put(answers.iter().map(|answer| answer.to_item(&machine_arns())).collect()).await;
         let at = Instant::now();
         let mut agents = self.agents();
         for WorkerSignal { instance_id: id, signal, run_id, claims, .. } in answers {
@@ -223,7 +226,7 @@ impl Shared {
     }
 
     async fn read(&self, due: &[(String, Instant)]) -> Result<Vec<Instance>> {
-        let keys = due.iter().map(|(id, _)| key(entity::INSTANCE, id));
+        let keys = due.iter().map(|(id, _)| instance_key(id));
         let wanted = KeysAndAttributes::builder().set_keys(Some(keys.collect())).consistent_read(true).build()?;
         let answer = self.client.batch_get_item().request_items(&self.table, wanted).send().await?;
         ensure!(answer.unprocessed_keys.unwrap_or_default().is_empty(), "the emulator left keys out");
@@ -259,7 +262,7 @@ impl Shared {
                 mine.map(|(id, agent)| (id.clone(), agent.public.clone())).collect()
             };
             let now = Timestamp::now();
-            self.put(keys.iter().map(|(id, key)| beat(id, key, now).to_item()).collect()).await;
+            self.put(keys.iter().map(|(id, key)| beat(id, key, now).to_item(&machine_arns())).collect()).await;
         }
     }
 }

@@ -13,9 +13,12 @@ use aws_sdk_dynamodb::{
 };
 use futures::future::try_join_all;
 use jiff::{SignedDuration, Timestamp};
-use paddock_record::{ClaimRef, Instance, PublicKey, Signal, Transition, WorkerSignal, entity, key, transition};
+use paddock_record::{
+    ClaimRef, Instance, PublicKey, Signal, Transition, WorkerSignal, entity, instance_key, report_key, transition,
+};
 
 use super::agents::{Agent, Agents};
+use crate::cloud::machine_arns;
 
 /// How often the agents' signals are polled.
 const SIGNAL_POLL: Duration = Duration::from_millis(10);
@@ -60,8 +63,8 @@ impl Hand {
         let mut silent: HashSet<_> = ids.iter().cloned().collect();
         while !silent.is_empty() {
             ensure!(start.elapsed() < DEADLINE, "{} agents did not answer", silent.len());
-            let asked: Vec<_> = silent.iter().cloned().collect();
-            for item in self.read(entity::SIGNAL, &asked).await? {
+            let asked = silent.iter().map(|id| report_key(entity::SIGNAL, &machine_arns(), id));
+            for item in self.read(asked.collect()).await? {
                 let signal = WorkerSignal::from_item(&item)?;
                 if signal.signal == Signal::Registered && signal.run_id == run_id {
                     silent.remove(&signal.instance_id);
@@ -78,7 +81,7 @@ impl Hand {
 
     /// Releases machines left running by an earlier round or the operator, and waits for their agents. Not measured.
     async fn free(&self, agents: &Agents, ids: &[String]) -> Result<Vec<Instance>> {
-        let stored = self.read(entity::INSTANCE, ids).await?;
+        let stored = self.read(ids.iter().map(|id| instance_key(id)).collect()).await?;
         let stored = stored.iter().map(Instance::from_item);
         let (now, threshold) = times();
         let freed = stored.map(async |seen| {
@@ -113,10 +116,9 @@ impl Hand {
         Ok(())
     }
 
-    async fn read(&self, entity: &str, ids: &[String]) -> Result<Vec<Item>> {
-        let reads = ids.chunks(READ_BATCH).map(async |ids| {
-            let keys = ids.iter().map(|id| key(entity, id)).collect();
-            let wanted = KeysAndAttributes::builder().set_keys(Some(keys)).consistent_read(true).build()?;
+    async fn read(&self, keys: Vec<Item>) -> Result<Vec<Item>> {
+        let reads = keys.chunks(READ_BATCH).map(async |keys| {
+            let wanted = KeysAndAttributes::builder().set_keys(Some(keys.to_vec())).consistent_read(true).build()?;
             let answer = self.client.batch_get_item().request_items(&self.table, wanted).send().await?;
             anyhow::Ok(answer.responses.unwrap_or_default().remove(&self.table).unwrap_or_default())
         });

@@ -24,7 +24,12 @@ use tokio::{
 };
 use tracing_subscriber::EnvFilter;
 
-use crate::{agent::Agent, files::Files, metadata::Metadata, store::Store};
+use crate::{
+    agent::Agent,
+    files::Files,
+    metadata::{Identity, Metadata},
+    store::Store,
+};
 
 /// Runs on an EC2 instance of a Paddock pool and keeps its GitHub runner registered for the run that owns it.
 #[derive(Parser)]
@@ -88,9 +93,9 @@ async fn start(args: Args) -> Result<Agent> {
     let (key, _) = files.key()?;
 
     let metadata = Metadata::new();
-    let instance_id = metadata.instance_id().await;
+    let Identity { instance_id, arns } = metadata.identity().await;
     tracing::info!(instance_id, pool = config.pool, table = config.table, "started");
-    let store = Store::connect(config.region.clone(), config.table.clone(), instance_id.clone()).await;
+    let store = Store::connect(config.region.clone(), config.table.clone(), instance_id.clone(), arns).await;
     tokio::spawn(beat(store.clone(), key.public(), Duration::from_secs(config.heartbeat_seconds.max(1))));
     let (interrupted, reclaimed) = watch::channel(false);
     tokio::spawn(watch_spot(metadata, interrupted));

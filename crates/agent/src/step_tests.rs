@@ -1,5 +1,5 @@
 use aws_sdk_dynamodb::types::AttributeValue;
-use paddock_record::{attribute, entity, key, stamp};
+use paddock_record::{attribute, instance_key, stamp};
 
 use super::*;
 
@@ -13,7 +13,7 @@ fn now() -> Timestamp {
 
 fn instance(state: State, run: &str, sealed: &str) -> Instance {
     let text = |text: &str| AttributeValue::S(text.to_owned());
-    let mut item = key(entity::INSTANCE, "i-1");
+    let mut item = instance_key("i-1");
     item.extend([
         (attribute::STATE.to_owned(), text(state.as_str())),
         (attribute::RUN_ID.to_owned(), text(run)),

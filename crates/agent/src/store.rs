@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use aws_config::{BehaviorVersion, Region, timeout::TimeoutConfig};
 use aws_sdk_dynamodb::Client;
 use jiff::Timestamp;
-use paddock_record::{Heartbeat, Instance, PublicKey, WorkerSignal, entity, key};
+use paddock_record::{Heartbeat, Instance, MachineArns, PublicKey, WorkerSignal, instance_key};
 
 use crate::{
     files::Report,
@@ -16,12 +16,14 @@ pub struct Store {
     client: Client,
     table: String,
     instance_id: String,
+    /// What this instance may write has its ARN in the key.
+    arns: MachineArns,
 }
 
 impl Store {
     /// Connects with the instance's credentials, in the given region or the instance's own. Retries until the region is
     /// known.
-    pub async fn connect(region: Option<String>, table: String, instance_id: String) -> Self {
+    pub async fn connect(region: Option<String>, table: String, instance_id: String, arns: MachineArns) -> Self {
         let timeouts = TimeoutConfig::builder()
             .operation_timeout(STORE_CALL_TIMEOUT)
             .connect_timeout(STORE_CALL_TIMEOUT / 2)
@@ -34,7 +36,7 @@ impl Store {
             }
             let config = loader.load().await;
             if config.region().is_some() {
-                return Self { client: Client::new(&config), table, instance_id };
+                return Self { client: Client::new(&config), table, instance_id, arns };
             }
             tracing::warn!("AWS region unknown: neither in the environment nor from the metadata service; retrying");
             failures += 1;
@@ -45,7 +47,7 @@ impl Store {
     /// This instance's record, read consistently.
     pub async fn read(&self) -> Result<Option<Instance>> {
         let get = self.client.get_item().table_name(&self.table).consistent_read(true);
-        let answer = get.set_key(Some(key(entity::INSTANCE, &self.instance_id))).send().await;
+        let answer = get.set_key(Some(instance_key(&self.instance_id))).send().await;
         let item = answer.map_err(plain).context("cannot read this instance's record")?.item;
         Ok(item.map(|item| Instance::from_item(&item)))
     }
@@ -53,7 +55,7 @@ impl Store {
     pub async fn beat(&self, public_key: &PublicKey, now: Timestamp) -> Result<()> {
         let (instance_id, public_key) = (self.instance_id.clone(), Some(public_key.clone()));
         let beat = Heartbeat { instance_id, updated_at: now, public_key };
-        let put = self.client.put_item().table_name(&self.table).set_item(Some(beat.to_item())).send();
+        let put = self.client.put_item().table_name(&self.table).set_item(Some(beat.to_item(&self.arns))).send();
         put.await.map_err(plain).context("cannot write the heartbeat").map(drop)
     }
 
@@ -61,7 +63,7 @@ impl Store {
         let Report { signal, run_id, claims, reason, detail } = report.clone();
         let signal = WorkerSignal::new(&self.instance_id, signal, &run_id, claims, now);
         let signal = WorkerSignal { reason, detail, ..signal };
-        let put = self.client.put_item().table_name(&self.table).set_item(Some(signal.to_item())).send();
+        let put = self.client.put_item().table_name(&self.table).set_item(Some(signal.to_item(&self.arns))).send();
         put.await.map_err(plain).context("cannot write the signal").map(drop)
     }
 }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use aws_sdk_dynamodb::types::AttributeValue;
 use jiff::Timestamp;
 
-use crate::{Instance, State, Transition, attribute as a, entity, key, stamp};
+use crate::{Instance, State, Transition, attribute as a, instance_key, stamp};
 
 type Item = HashMap<String, AttributeValue>;
 
@@ -68,7 +68,7 @@ impl Transition {
             }
         }
         Expression {
-            key: key(entity::INSTANCE, &self.next().instance_id),
+            key: instance_key(&self.next().instance_id),
             update: format!("SET {}", assignments.join(", ")),
             condition: condition.join(" AND "),
             names,
@@ -105,6 +105,7 @@ const MUTABLE_ATTRIBUTES: [&str; 12] = [
     a::CLAIM,
     a::CLAIM_UID,
     a::SEALED,
+    a::PUBLIC_KEY,
     a::LEAVING,
     a::CLAIMS,
     a::SCOPE,

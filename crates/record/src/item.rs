@@ -3,7 +3,7 @@ use std::collections::HashMap;
 use aws_sdk_dynamodb::types::AttributeValue;
 use jiff::Timestamp;
 
-use crate::{ClaimRef, PublicKey, Signal, State, entity, instant, stamp};
+use crate::{ClaimRef, MachineArns, PublicKey, Signal, State, entity, instance_key, instant, report_key, stamp};
 
 type Item = HashMap<String, AttributeValue>;
 
@@ -41,12 +41,35 @@ pub mod attribute {
 }
 use attribute as a;
 
-/// The primary key of an entity's record.
-pub fn key(entity: &str, id: &str) -> Item {
-    Item::from([
-        (a::PK.into(), AttributeValue::S(format!("TYPE#{entity}"))),
-        (a::SK.into(), AttributeValue::S(format!("ID#{id}"))),
-    ])
+/// What is read of an agent's item. It may have other attributes, of any length.
+pub const REPORT_ATTRIBUTES: [&str; 5] = [a::PK, a::SK, a::VALUE, a::UPDATED_AT, a::PUBLIC_KEY];
+
+/// The most that an agent's item may have in these attributes. An agent writes less than 2 KB; DynamoDB takes 400 KB.
+const REPORT_SIZE_MAX: usize = 8 * 1024;
+
+/// How much of each text of an agent's item is kept.
+const REPORT_TEXT_MAX: usize = 4 * 1024;
+
+/// How much of an invalid attribute its error shows.
+const FOUND_MAX: usize = 100;
+
+/// Whether an item is larger than any that an agent writes.
+pub fn is_oversized(item: &Item) -> bool {
+    item.iter().map(|(name, value)| name.len() + size(value)).sum::<usize>() > REPORT_SIZE_MAX
+}
+
+/// Roughly as DynamoDB counts it.
+fn size(value: &AttributeValue) -> usize {
+    match value {
+        AttributeValue::S(text) | AttributeValue::N(text) => text.len(),
+        AttributeValue::B(bytes) => bytes.as_ref().len(),
+        AttributeValue::Ss(texts) | AttributeValue::Ns(texts) => texts.iter().map(String::len).sum(),
+        AttributeValue::Bs(list) => list.iter().map(|bytes| bytes.as_ref().len()).sum(),
+        AttributeValue::L(list) => list.iter().map(|value| 1 + size(value)).sum(),
+        AttributeValue::M(map) => map.iter().map(|(name, value)| 1 + name.len() + size(value)).sum(),
+        // Null, Boolean, and kinds that the SDK does not know.
+        _ => 1,
+    }
 }
 
 /// A record with a missing or invalid attribute.
@@ -87,6 +110,9 @@ pub struct Instance {
     pub github_url: String,
     /// The current run's registration or removal token, sealed to the instance's public key.
     pub sealed: String,
+    /// The key of its agent, once a token was sealed to it or the instance was pooled. It never changes: the agent keeps
+    /// its key on disk, so that another one comes from another program on the machine.
+    pub public_key: Option<PublicKey>,
     /// The run that the instance must deregister from before it can be claimed again; usually empty.
     pub leaving: String,
     /// The run it was created for; empty if it was created as a warm instance.
@@ -140,7 +166,7 @@ impl Instance {
     }
 
     pub fn to_item(&self) -> Item {
-        let mut item = key(entity::INSTANCE, &self.instance_id);
+        let mut item = instance_key(&self.instance_id);
         let texts = [
             (a::INSTANCE_ID, self.instance_id.clone()),
             (a::STATE, self.state.to_string()),
@@ -156,6 +182,7 @@ impl Instance {
             (a::ZONE, self.zone.clone()),
             (a::GITHUB_URL, self.github_url.clone()),
             (a::SEALED, self.sealed.clone()),
+            (a::PUBLIC_KEY, self.public_key.as_ref().map(ToString::to_string).unwrap_or_default()),
             (a::LEAVING, self.leaving.clone()),
             (a::INITIAL_RUN_ID, self.initial_run_id.clone()),
             (a::SCOPE, self.scope.clone()),
@@ -197,6 +224,7 @@ impl Instance {
             mem: read.number(a::MEM),
             github_url: read.text(a::GITHUB_URL),
             sealed: read.text(a::SEALED),
+            public_key: PublicKey::parse(&read.text(a::PUBLIC_KEY)).ok(),
             leaving: read.text(a::LEAVING),
             initial_run_id: read.text(a::INITIAL_RUN_ID),
             claims: read.number(a::CLAIMS),
@@ -209,8 +237,8 @@ impl Instance {
 }
 
 impl Heartbeat {
-    pub fn to_item(&self) -> Item {
-        let mut item = key(entity::HEARTBEAT, &self.instance_id);
+    pub fn to_item(&self, arns: &MachineArns) -> Item {
+        let mut item = report_key(entity::HEARTBEAT, arns, &self.instance_id);
         item.insert(a::VALUE.into(), AttributeValue::S("PING".into()));
         item.insert(a::UPDATED_AT.into(), AttributeValue::S(stamp(self.updated_at)));
         if let Some(key) = &self.public_key {
@@ -220,7 +248,7 @@ impl Heartbeat {
     }
 
     pub fn from_item(item: &Item) -> Result<Self, ItemError> {
-        let read = Reader::new(item);
+        let read = Reader::of_report(item);
         Ok(Self {
             updated_at: read.time(a::UPDATED_AT)?,
             public_key: PublicKey::parse(&read.text(a::PUBLIC_KEY)).ok(),
@@ -235,8 +263,8 @@ impl WorkerSignal {
         Self { instance_id, signal, run_id, claims, updated_at, reason: String::new(), detail: String::new() }
     }
 
-    pub fn to_item(&self) -> Item {
-        let mut item = key(entity::SIGNAL, &self.instance_id);
+    pub fn to_item(&self, arns: &MachineArns) -> Item {
+        let mut item = report_key(entity::SIGNAL, arns, &self.instance_id);
         let value = [(a::SIGNAL, self.signal.to_string()), (a::RUN_ID, self.run_id.clone())];
         let failure = [(a::REASON, self.reason.clone()), (a::DETAIL, self.detail.clone())];
         let value = value.into_iter().chain(failure.into_iter().filter(|(_, text)| !text.is_empty()));
@@ -248,10 +276,10 @@ impl WorkerSignal {
     }
 
     pub fn from_item(item: &Item) -> Result<Self, ItemError> {
-        let outer = Reader::new(item);
+        let outer = Reader::of_report(item);
         let empty = Item::new();
         let value = item.get(a::VALUE).and_then(|value| value.as_m().ok()).unwrap_or(&empty);
-        let inner = Reader { id: outer.id.clone(), item: value };
+        let inner = Reader { id: outer.id.clone(), item: value, text_max: outer.text_max };
         Ok(Self {
             signal: inner.parsed(a::SIGNAL)?,
             run_id: inner.text(a::RUN_ID),
@@ -267,16 +295,24 @@ impl WorkerSignal {
 struct Reader<'a> {
     id: String,
     item: &'a Item,
+    /// Longer texts are cut.
+    text_max: usize,
 }
 
 impl<'a> Reader<'a> {
     fn new(item: &'a Item) -> Self {
         let sort_key = item.get(a::SK).and_then(|value| value.as_s().ok()).map_or("", String::as_str);
-        Self { id: sort_key.strip_prefix("ID#").unwrap_or(sort_key).to_owned(), item }
+        Self { id: sort_key.strip_prefix("ID#").unwrap_or(sort_key).to_owned(), item, text_max: usize::MAX }
+    }
+
+    /// A reader for what a machine wrote.
+    fn of_report(item: &'a Item) -> Self {
+        Self { text_max: REPORT_TEXT_MAX, ..Self::new(item) }
     }
 
     fn text(&self, name: &str) -> String {
-        self.item.get(name).and_then(|value| value.as_s().ok()).cloned().unwrap_or_default()
+        let text = self.item.get(name).and_then(|value| value.as_s().ok()).map_or("", String::as_str);
+        text[..text.floor_char_boundary(self.text_max)].to_owned()
     }
 
     fn number(&self, name: &str) -> u32 {
@@ -292,7 +328,8 @@ impl<'a> Reader<'a> {
     }
 
     fn invalid(&self, attribute: &'static str) -> ItemError {
-        let found = self.item.get(attribute).map_or("missing".to_owned(), |value| format!("{value:?}"));
+        let mut found = self.item.get(attribute).map_or("missing".to_owned(), |value| format!("{value:?}"));
+        found.truncate(found.floor_char_boundary(FOUND_MAX));
         ItemError { id: self.id.clone(), attribute, found }
     }
 }
@@ -300,7 +337,7 @@ impl<'a> Reader<'a> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::KeyPair;
+    use crate::{KeyPair, key::tests::arns};
 
     /// A record with a value in every attribute.
     pub(crate) fn instance(state: State) -> Instance {
@@ -321,6 +358,7 @@ pub(crate) mod tests {
             mem: 4096,
             github_url: "https://github.com/acme".into(),
             sealed: "c2VhbGVk".into(),
+            public_key: Some(KeyPair::from_bytes([1; 32]).public()),
             leaving: "7889".into(),
             initial_run_id: "7000".into(),
             claims: 3,
@@ -338,13 +376,42 @@ pub(crate) mod tests {
         let time = "2025-05-31T12:00:00Z".parse().unwrap();
         let beat =
             Heartbeat { instance_id: "i-1".into(), updated_at: time, public_key: Some(KeyPair::generate().public()) };
-        assert_eq!(Heartbeat::from_item(&beat.to_item()), Ok(beat));
+        assert_eq!(Heartbeat::from_item(&as_read(beat.to_item(&arns()))), Ok(beat));
         let signal = WorkerSignal::new("i-1", Signal::Registered, "9", 2, time);
-        assert_eq!(WorkerSignal::from_item(&signal.to_item()), Ok(signal.clone()));
+        assert_eq!(WorkerSignal::from_item(&as_read(signal.to_item(&arns()))), Ok(signal.clone()));
         let earlier = WorkerSignal { claims: None, ..signal.clone() };
-        assert_eq!(WorkerSignal::from_item(&earlier.to_item()), Ok(earlier));
+        assert_eq!(WorkerSignal::from_item(&as_read(earlier.to_item(&arns()))), Ok(earlier));
         let failure = WorkerSignal { reason: SCRUB.into(), detail: "exit status: 1".into(), ..signal };
-        assert_eq!(WorkerSignal::from_item(&failure.to_item()), Ok(failure));
+        assert_eq!(WorkerSignal::from_item(&as_read(failure.to_item(&arns()))), Ok(failure));
+    }
+
+    /// What the operator reads of an agent's item.
+    fn as_read(mut item: Item) -> Item {
+        item.retain(|name, _| REPORT_ATTRIBUTES.contains(&name.as_str()));
+        item
+    }
+
+    #[test]
+    fn what_a_machine_wrote_is_cut_and_found_to_be_too_long() {
+        let honest = WorkerSignal { detail: "\u{1F4BE}".repeat(300), ..failure() };
+        assert!(!is_oversized(&honest.to_item(&arns())));
+        assert_eq!(WorkerSignal::from_item(&honest.to_item(&arns())), Ok(honest));
+        let flood = WorkerSignal { detail: format!("no disk {}", "\u{1F4BE}".repeat(90_000)), ..failure() };
+        let item = flood.to_item(&arns());
+        assert!(is_oversized(&item));
+        let read = WorkerSignal::from_item(&item).unwrap();
+        assert!(read.detail.starts_with("no disk") && read.detail.len() <= REPORT_TEXT_MAX);
+
+        let mut beat = report_key(entity::HEARTBEAT, &arns(), "i-1");
+        let list = AttributeValue::L(vec![AttributeValue::S("x".repeat(1000)); 9]);
+        beat.insert(a::UPDATED_AT.into(), AttributeValue::M(HashMap::from([("deep".to_owned(), list)])));
+        assert!(is_oversized(&beat));
+        beat.insert(a::UPDATED_AT.into(), AttributeValue::S("x".repeat(300_000)));
+        assert!(Heartbeat::from_item(&beat).unwrap_err().to_string().len() < 200);
+    }
+
+    fn failure() -> WorkerSignal {
+        WorkerSignal::new("i-1", Signal::ScriptFailed, "9", 1, Timestamp::UNIX_EPOCH)
     }
 
     #[test]
@@ -375,7 +442,7 @@ pub(crate) mod tests {
 
     #[test]
     fn an_invalid_attribute_is_named_in_the_error() {
-        let mut item = key(entity::HEARTBEAT, "i-123456");
+        let mut item = report_key(entity::HEARTBEAT, &arns(), "i-123456");
         assert_eq!(Heartbeat::from_item(&item).unwrap_err().to_string(), "attribute updatedAt of i-123456 is missing");
         item.insert(a::UPDATED_AT.into(), AttributeValue::S("never".into()));
         let error = Heartbeat::from_item(&item).unwrap_err();

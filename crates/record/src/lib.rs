@@ -7,6 +7,7 @@
 mod config;
 mod expression;
 mod item;
+mod key;
 mod message;
 mod seal;
 mod state;
@@ -15,14 +16,16 @@ pub mod transition;
 
 pub use config::{AgentConfig, EXPIRY_SLACK, HEARTBEAT, POLL};
 pub use expression::Expression;
-pub use item::{Heartbeat, Instance, ItemError, SCRUB, WorkerSignal, attribute, key};
+pub use item::{Heartbeat, Instance, ItemError, REPORT_ATTRIBUTES, SCRUB, WorkerSignal, attribute, is_oversized};
+pub use key::{MachineArns, instance_key, report_key};
 pub use message::{Discard, IdleMessage};
 pub use seal::{KeyPair, PublicKey, SealError};
 pub use state::{Signal, State, UnknownValue};
 pub use time::{instant, stamp};
 pub use transition::{ClaimRef, Identity, Transition};
 
-/// Entities of the table: the `<entity>` in `PK=TYPE#<entity>`.
+/// Entities of the table: the `<entity>` in `PK=TYPE#<entity>`, which what an agent writes continues with its instance's
+/// ARN.
 pub mod entity {
     pub const INSTANCE: &str = "INSTANCE";
     pub const HEARTBEAT: &str = "Heartbeat";

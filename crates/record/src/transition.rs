@@ -1,12 +1,13 @@
 //! Every transition of an instance's record, and the condition under which it may be stored.
 //!
 //! Each function takes the record as last seen and returns `None` if its guard fails. `sealed` is a token sealed to the
-//! instance's key, `None` while that key is unknown. `threshold` is when the instance's time in the new state expires.
-//! `scope` is whose claims the instance may serve after this one; it stays with the instance when the claim is over.
+//! instance's key, `None` while that key is unknown. No job runs before [`seal`] or [`warm_up`] has stored that key.
+//! `threshold` is when the instance's time in the new state expires. `scope` is whose claims the instance may serve
+//! after this one; it stays with the instance when the claim is over.
 
 use jiff::Timestamp;
 
-use crate::{Instance, State};
+use crate::{Instance, PublicKey, State};
 
 /// A change from the record as last seen to the next one. Only the functions of this module create one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -103,6 +104,7 @@ pub fn launch(
         mem: identity.mem,
         github_url: identity.github_url,
         sealed: String::new(),
+        public_key: None,
         leaving: String::new(),
         initial_run_id: run_id.clone(),
         claims: u32::from(claim.is_some()),
@@ -115,9 +117,9 @@ pub fn launch(
 }
 
 /// The agent has published its key and gets its registration token. The threshold stays the same.
-pub fn seal(seen: &Instance, sealed: Option<String>) -> Option<Transition> {
+pub fn seal(seen: &Instance, key: Option<&PublicKey>, sealed: Option<String>) -> Option<Transition> {
     let guard = matches!(seen.state, State::Created | State::Claimed);
-    change(guard, seen, Instance { sealed: sealed?, ..seen.clone() })
+    change(guard, seen, Instance { sealed: sealed?, ..with_key(seen, key?) })
 }
 
 /// A claim takes the instance from the pool. It must have left its last run, or it would be registered for two.
@@ -162,10 +164,11 @@ pub fn release(seen: &Instance, sealed: Option<String>, threshold: Timestamp, no
     change(guard, seen, next)
 }
 
-/// A warm instance has booted. [`make_idle`] follows, because no transition leads from created to idle.
-pub fn warm_up(seen: &Instance, threshold: Timestamp, now: Timestamp) -> Option<Transition> {
+/// A warm instance has booted, and its agent has published its key. [`make_idle`] follows, because no transition leads
+/// from created to idle.
+pub fn warm_up(seen: &Instance, key: Option<&PublicKey>, threshold: Timestamp, now: Timestamp) -> Option<Transition> {
     let guard = seen.state == State::Created && seen.run_id.is_empty();
-    change(guard, seen, with_state(seen, State::Running, threshold, now))
+    change(guard, seen, with_state(&with_key(seen, key?), State::Running, threshold, now))
 }
 
 /// A warm instance enters the pool.
@@ -213,6 +216,12 @@ pub fn runner_gone(seen: &Instance) -> Option<Transition> {
 /// The record with a new state and threshold.
 fn with_state(seen: &Instance, state: State, threshold: Timestamp, now: Timestamp) -> Instance {
     Instance { state, threshold: Some(threshold), updated_at: now, ..seen.clone() }
+}
+
+/// The record with its agent's key: the first one that was seen.
+fn with_key(seen: &Instance, key: &PublicKey) -> Instance {
+    let public_key = seen.public_key.clone().or_else(|| Some(key.clone()));
+    Instance { public_key, ..seen.clone() }
 }
 
 fn change(guard: bool, seen: &Instance, next: Instance) -> Option<Transition> {

@@ -1,13 +1,18 @@
 use std::collections::BTreeSet;
 
 use super::*;
-use crate::item::tests::instance;
+use crate::{KeyPair, item::tests::instance};
 
 pub(crate) const CLAIM: ClaimRef = ClaimRef { name: "build-8000", uid: "8f1c", run: "8000" };
 
 /// The time of the tests: after the last update of [`instance`] and before its threshold.
 pub(crate) fn now() -> Timestamp {
     "2025-05-31T11:55:00Z".parse().unwrap()
+}
+
+/// The key of another agent than [`instance`]'s.
+fn key() -> PublicKey {
+    KeyPair::from_bytes([2; 32]).public()
 }
 
 fn threshold() -> Timestamp {
@@ -33,11 +38,11 @@ type Function = fn(&Instance) -> Option<Transition>;
 
 /// Every function that starts from a record, with a known key.
 pub(crate) const FUNCTIONS: [(&str, Function); 10] = [
-    ("seal", |seen| seal(seen, Some("new".into()))),
+    ("seal", |seen| seal(seen, Some(&key()), Some("new".into()))),
     ("claim", |seen| claim(seen, CLAIM, "owner:acme", Some("new".into()), threshold(), now())),
     ("start", |seen| start(seen, threshold(), now())),
     ("release", |seen| release(seen, Some("new".into()), threshold(), now())),
-    ("warm_up", |seen| warm_up(seen, threshold(), now())),
+    ("warm_up", |seen| warm_up(seen, Some(&key()), threshold(), now())),
     ("make_idle", |seen| make_idle(seen, threshold(), now())),
     ("renew", |seen| renew(seen, threshold(), now())),
     ("pool", pool),
@@ -140,6 +145,7 @@ fn a_launch_is_for_a_claim_or_warm() {
         threshold: Some(threshold()),
         updated_at: now(),
         sealed: String::new(),
+        public_key: None,
         leaving: String::new(),
         failure_reason: String::new(),
         failure_message: String::new(),
@@ -161,15 +167,29 @@ fn a_launch_is_for_a_claim_or_warm() {
 }
 
 #[test]
-fn without_a_key_no_change_carries_a_token() {
+fn without_a_key_no_change_carries_a_token_and_no_machine_is_pooled() {
     for seen in records() {
         let made = [
-            seal(&seen, None),
+            seal(&seen, None, Some("new".into())),
+            seal(&seen, Some(&key()), None),
+            warm_up(&seen, None, threshold(), now()),
             claim(&seen, CLAIM, "", None, threshold(), now()),
             release(&seen, None, threshold(), now()),
         ];
-        assert_eq!(made, [None, None, None], "{seen:?}");
+        assert_eq!(made, [None, None, None, None, None], "{seen:?}");
     }
+}
+
+#[test]
+fn the_first_key_of_an_agent_is_kept() {
+    let new = Instance { public_key: None, run_id: String::new(), ..instance(State::Created) };
+    let (first, second) = (key(), KeyPair::from_bytes([3; 32]).public());
+    let sealed = seal(&new, Some(&first), Some("new".into())).unwrap();
+    assert_eq!(sealed.next().public_key, Some(first.clone()));
+    let again = seal(sealed.next(), Some(&second), Some("new".into())).unwrap();
+    assert_eq!(again.next().public_key, Some(first.clone()));
+    let warm = warm_up(&new, Some(&first), threshold(), now()).unwrap();
+    assert_eq!(make_idle(warm.next(), threshold(), now()).unwrap().next().public_key, Some(first));
 }
 
 #[test]

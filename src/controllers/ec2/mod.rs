@@ -19,8 +19,8 @@ use std::{
 
 use jiff::SignedDuration;
 use paddock_core::{
-    api::RunnerPool,
-    ec2::{capacity_memory::CapacityMemory, machine::HEARTBEAT_READ_PERIOD, pool_status::PoolProblem},
+    api::{Ec2Timeouts, RunnerPool},
+    ec2::{capacity_memory::CapacityMemory, machine::Machine, pool_status::PoolProblem},
     names::PoolKey,
 };
 use paddock_effects::{
@@ -38,7 +38,7 @@ use self::{
     idle_queue::IdleQueues, launch_room::LaunchRoom, pool::aws_problem, pool_memory::PoolMemory, runner_tokens::Tokens,
     workflow_runs::Runs,
 };
-use super::{Error, Shared, every};
+use super::{Error, Shared, every, paced, reference};
 
 /// How often all records are read again.
 const LEDGER_RELOAD_PERIOD: Duration = Duration::from_secs(30);
@@ -94,7 +94,7 @@ pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
     let metrics = context.shared.metrics.clone();
     tokio::join!(
         every("ledger", LEDGER_RELOAD_PERIOD, metrics.clone(), stop.clone(), || reload(&context)),
-        every("heartbeats", HEARTBEAT_READ_PERIOD, metrics, stop.clone(), || heartbeats(&context)),
+        paced("heartbeats", || context.ledger.heartbeat_pause(), metrics, stop.clone(), || heartbeats(&context)),
         context.ledger.listen(stop.clone()),
         worker_mirror::run(context.clone(), stop.clone()),
         pool::run(context.clone(), stop.clone()),
@@ -104,7 +104,14 @@ pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
 }
 
 async fn heartbeats(context: &Ec2Context) -> Result<(), Error> {
-    let read = context.ledger.read_heartbeats().await;
+    let pools = &context.shared.stores.pools.store;
+    let limit = |machine: &Machine| {
+        let key = PoolKey::parse(&machine.record.pool);
+        let pool = key.and_then(|key| pools.get(&reference(&key.namespace, &key.name)));
+        let timeouts = pool.and_then(|pool| Some(pool.spec.ec2.as_ref()?.timeouts.heartbeat));
+        SignedDuration::from(timeouts.unwrap_or_else(|| Ec2Timeouts::default().heartbeat))
+    };
+    let read = context.ledger.read_heartbeats(limit).await;
     measure_clocks(context);
     Ok(read?)
 }

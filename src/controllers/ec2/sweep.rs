@@ -39,13 +39,21 @@ const MISMATCH_AGE: Duration = Duration::from_secs(60);
 /// Mismatches, by instance, and when each was first seen.
 type Mismatches = HashMap<String, Instant>;
 
-pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
-    let mismatches = Mutex::new(Mismatches::new());
-    let metrics = context.shared.metrics.clone();
-    every("sweep", SWEEP_PERIOD, metrics, stop, || sweep(&context, &mismatches)).await;
+/// What this leader remembers between two sweeps.
+#[derive(Default)]
+struct Memory {
+    mismatches: Mutex<Mismatches>,
+    /// Ended instances without a record whose agents' items are deleted.
+    forgotten: Mutex<HashSet<String>>,
 }
 
-async fn sweep(context: &Ec2Context, mismatches: &Mutex<Mismatches>) -> Result<(), Error> {
+pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
+    let memory = Memory::default();
+    let metrics = context.shared.metrics.clone();
+    every("sweep", SWEEP_PERIOD, metrics, stop, || sweep(&context, &memory)).await;
+}
+
+async fn sweep(context: &Ec2Context, memory: &Memory) -> Result<(), Error> {
     let is_ec2 = |pool: &RunnerPool| matches!(pool.spec.hardware(), Some(Hardware::Ec2(_)));
     let pools = context.shared.stores.pools.store.state_filter(is_ec2);
     // Without a pool there may still be machines, but none that this leader could know of before it has loaded records.
@@ -62,9 +70,10 @@ async fn sweep(context: &Ec2Context, mismatches: &Mutex<Mismatches>) -> Result<(
             return Err(error.into());
         }
     };
+    let ended: Vec<_> = described.iter().filter(|instance| instance.gone).map(|it| it.id.clone()).collect();
     let mut by_pool: HashMap<String, Vec<Described>> = HashMap::new();
     described.into_iter().for_each(|instance| by_pool.entry(instance.pool.clone()).or_default().push(instance));
-    let old = age(context, &by_pool, mismatches);
+    let old = age(context, &by_pool, &memory.mismatches);
     let swept = pools.iter().map(|pool| {
         let key = PoolKey::of(pool);
         let described = by_pool.remove(&key.to_string()).unwrap_or_default();
@@ -78,7 +87,24 @@ async fn sweep(context: &Ec2Context, mismatches: &Mutex<Mismatches>) -> Result<(
     });
     let swept: Vec<_> = swept.collect();
     join_all(swept).await;
-    terminate_strays(context, by_pool, &old).await.map_err(Error::from)
+    let forgotten = forget_reports(context, ended, &old, &memory.forgotten).await;
+    terminate_strays(context, by_pool, &old).await.and(forgotten).map_err(Error::from)
+}
+
+/// Deletes what agents have written whose instances ended without a record, or wrote after their record was deleted.
+async fn forget_reports(
+    context: &Ec2Context,
+    ended: Vec<String>,
+    old: &HashSet<String>,
+    forgotten: &Mutex<HashSet<String>>,
+) -> Result<(), AwsError> {
+    lock(forgotten).retain(|id| ended.contains(id));
+    let is_left = |id: &String| old.contains(id) && context.ledger.get(id).is_none() && !lock(forgotten).contains(id);
+    for id in ended.iter().filter(|id| is_left(id)).take(MAX_ENDS) {
+        context.ledger.records.forget_report(id).await?;
+        lock(forgotten).insert(id.clone());
+    }
+    Ok(())
 }
 
 /// The instances that have been without a record, or records without an instance, for long enough.

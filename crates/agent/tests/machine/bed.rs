@@ -30,7 +30,10 @@ use nix::{
 };
 use paddock_bed_github::{GitHub, Options, runner::write_runner_dir};
 use paddock_bed_process::{Process, emulator::Emulator, wait::Wait, write_program};
-use paddock_record::{AgentConfig, Heartbeat, PublicKey, Signal, State, WorkerSignal, attribute, entity, key, stamp};
+use paddock_record::{
+    AgentConfig, Heartbeat, MachineArns, PublicKey, Signal, State, WorkerSignal, attribute, entity, instance_key,
+    report_key, stamp,
+};
 
 /// Far longer than any step takes, even on a slow machine.
 const DEADLINE: Duration = Duration::from_secs(180);
@@ -182,7 +185,7 @@ impl Machine<'_> {
 
     /// Writes the record as the operator does; `threshold` is relative to now.
     pub async fn record(&self, state: State, run: &str, sealed: &str, threshold: SignedDuration) -> Result<()> {
-        let (mut item, now) = (key(entity::INSTANCE, &self.id), Timestamp::now());
+        let (mut item, now) = (instance_key(&self.id), Timestamp::now());
         let texts = [
             (attribute::STATE, state.to_string()),
             (attribute::RUN_ID, run.to_owned()),
@@ -209,7 +212,7 @@ impl Machine<'_> {
 
     async fn read(&self, entity: &str) -> Result<Option<std::collections::HashMap<String, AttributeValue>>> {
         let get = self.bed.dynamodb.get_item().table_name(&self.table).consistent_read(true);
-        Ok(get.set_key(Some(key(entity, &self.id))).send().await?.item)
+        Ok(get.set_key(Some(report_key(entity, &arns(), &self.id))).send().await?.item)
     }
 
     pub async fn heartbeat(&self) -> Result<Heartbeat> {
@@ -314,6 +317,11 @@ impl Machine<'_> {
     }
 }
 
+/// What the metadata service tells of the machines' ARNs.
+fn arns() -> MachineArns {
+    MachineArns { partition: "aws".into(), region: "us-east-1".into(), account: "000000000000".into() }
+}
+
 /// Serves the parts of the EC2 metadata service that the agent uses, including credentials.
 async fn metadata(id: String, spot_notice: Arc<AtomicBool>) -> Result<String> {
     const CREDENTIALS: &str = r#"{"Code":"Success","Type":"AWS-HMAC","AccessKeyId":"AKIABED","SecretAccessKey":"bed",
@@ -324,10 +332,13 @@ async fn metadata(id: String, spot_notice: Arc<AtomicBool>) -> Result<String> {
             false => Err(StatusCode::NOT_FOUND),
         }
     };
+    let MachineArns { region, account, .. } = arns();
+    let document = serde_json::json!({ "instanceId": id, "region": region, "accountId": account }).to_string();
     let token = || async { ([("x-aws-ec2-metadata-token-ttl-seconds", "21600")], "metadata-token") };
     let router = Router::new()
         .route("/latest/api/token", put(token))
-        .route("/latest/meta-data/instance-id", get(move || async { id }))
+        .route("/latest/dynamic/instance-identity/document", get(move || async { document }))
+        .route("/latest/meta-data/services/partition", get(|| async { arns().partition }))
         .route("/latest/meta-data/placement/region", get(|| async { "us-east-1" }))
         .route("/latest/meta-data/iam/security-credentials/", get(|| async { "role" }))
         .route("/latest/meta-data/iam/security-credentials/role", get(|| async { CREDENTIALS }))

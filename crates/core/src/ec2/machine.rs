@@ -15,12 +15,55 @@ use crate::{
 /// agent's clock: [`CLOCK_SKEW_MAX`], and a minute between two beats, their reads, and until the leader knows its own skew.
 const OLD_HEARTBEAT: SignedDuration = CLOCK_SKEW_MAX.saturating_add(SignedDuration::from_mins(1));
 
-/// How often the heartbeats of all agents are read.
-pub const HEARTBEAT_READ_PERIOD: Duration = Duration::from_secs(2);
+/// How many heartbeats one call reads: the limit of `BatchGetItem`.
+pub const HEARTBEATS_PER_READ: usize = 100;
 
-/// The most that the time between two reads counts as silence: if it was longer, the table could not be read, and the
-/// agents could perhaps not write to it either.
-const READ_GAP_MAX: SignedDuration = SignedDuration::from_secs(4);
+/// How often each heartbeat is read, unless there are too many of them.
+const HEARTBEAT_READ_PERIOD: Duration = Duration::from_secs(2);
+
+/// The time between two calls that read heartbeats. 1,100 machines take 11 calls in 4.4 s: 2.5 calls a second, of the 3
+/// that a settled system may make. Each of those machines is still found dead within 5 s of its time: a read is up to
+/// 4.4 s late, and the one that decides is not (see [`HeartbeatReads::order`]).
+const HEARTBEAT_CALL_PERIOD: Duration = Duration::from_millis(400);
+
+/// The least that the time between two reads may count as silence, however often they are made.
+const READ_GAP_MAX: Duration = Duration::from_secs(4);
+
+/// How the heartbeats of so many machines are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HeartbeatReads {
+    calls: u32,
+}
+
+impl HeartbeatReads {
+    pub fn of(machines: usize) -> Self {
+        Self { calls: machines.div_ceil(HEARTBEATS_PER_READ).max(1) as u32 }
+    }
+
+    /// The time between two calls: they are spread over the period.
+    pub fn pause(self) -> Duration {
+        (HEARTBEAT_READ_PERIOD / self.calls).max(HEARTBEAT_CALL_PERIOD)
+    }
+
+    /// The time between two reads of one heartbeat.
+    pub fn period(self) -> Duration {
+        self.pause() * self.calls
+    }
+
+    /// The most that the time between two reads counts as silence: if it was longer, the table could not be read, and
+    /// the agents could perhaps not write to it either.
+    pub fn gap_max(self) -> SignedDuration {
+        SignedDuration::try_from((self.period() * 5 / 4).max(READ_GAP_MAX)).unwrap_or(SignedDuration::MAX)
+    }
+
+    /// Sorts by the order in which machines are read: first those whose silence passes its limit now, so that one read
+    /// decides whether they are dead, then those that were read the longest ago.
+    pub fn order(machine: &Machine, limit: SignedDuration, now: Timestamp) -> (bool, Timestamp) {
+        let silent = machine.silent + now.duration_since(machine.read_at);
+        let decides = machine.has_spoken() && machine.silent <= limit && silent > limit;
+        (!decides, machine.read_at)
+    }
+}
 
 /// How much of an agent's detail is shown. A machine may write anything there, up to DynamoDB's 400 KB.
 const DETAIL_MAX: usize = 1024;
@@ -62,27 +105,42 @@ impl Machine {
     pub fn new(record: Instance, report: AgentReport, now: Timestamp) -> Self {
         let age = report.heartbeat.as_ref().map(|beat| now.duration_since(beat.updated_at));
         let silent = age.filter(|age| *age > OLD_HEARTBEAT).unwrap_or_default();
-        Self { record, report, read_at: now, silent, skew: None }
+        let mut machine = Self { record, report: AgentReport::default(), read_at: now, silent, skew: None };
+        let forged = report.heartbeat.as_ref().is_some_and(|beat| machine.is_forged(beat));
+        machine.report = AgentReport { heartbeat: report.heartbeat.filter(|_| !forged), ..report };
+        machine
     }
 
     /// Takes in the heartbeat as it was read at `now`. One that is missing counts as unchanged: a read that is not
-    /// consistent may miss it.
-    pub fn read_heartbeat(&mut self, found: Option<Heartbeat>, now: Timestamp) {
+    /// consistent may miss it. So does one that is forged.
+    pub fn read_heartbeat(&mut self, found: Option<Heartbeat>, gap_max: SignedDuration, now: Timestamp) {
         let elapsed = now.duration_since(self.read_at);
-        let gap = elapsed.clamp(SignedDuration::ZERO, READ_GAP_MAX);
+        let gap = elapsed.clamp(SignedDuration::ZERO, gap_max);
         let last = self.report.heartbeat.as_ref().map(|beat| beat.updated_at);
         self.read_at = now;
-        match (found, last) {
-            (Some(found), last) if last != Some(found.updated_at) => {
+        match (found.filter(|found| !self.is_forged(found)), last) {
+            (Some(mut found), last) if last != Some(found.updated_at) => {
                 // Otherwise it may have been there for longer.
-                if last.is_some() && elapsed <= READ_GAP_MAX {
+                if last.is_some() && elapsed <= gap_max {
                     self.skew = Some(found.updated_at.duration_since(now));
                 }
+                found.public_key = found.public_key.or_else(|| self.public_key().cloned());
                 (self.report.heartbeat, self.silent) = (Some(found), SignedDuration::ZERO);
             }
-            (_, Some(_)) => self.silent += gap,
-            (_, None) => {}
+            _ if self.has_spoken() => self.silent += gap,
+            _ => {}
         }
+    }
+
+    /// Whether its agent has ever sent a heartbeat. An earlier leader may have seen it.
+    pub(super) fn has_spoken(&self) -> bool {
+        self.report.heartbeat.is_some() || self.record.public_key.is_some()
+    }
+
+    /// Whether a heartbeat has another key than the first one of its machine. It was not written by the agent, whose key
+    /// is on disk, but by another program with the machine's role.
+    pub fn is_forged(&self, beat: &Heartbeat) -> bool {
+        matches!((self.public_key(), &beat.public_key), (Some(known), Some(found)) if known != found)
     }
 
     /// Whether the next action depends on the agent's report, so that it is read often.
@@ -111,7 +169,8 @@ impl Machine {
 
     /// The key to seal tokens to, which its agent publishes with its first heartbeat.
     pub fn public_key(&self) -> Option<&PublicKey> {
-        self.report.heartbeat.as_ref()?.public_key.as_ref()
+        let published = || self.report.heartbeat.as_ref()?.public_key.as_ref();
+        self.record.public_key.as_ref().or_else(published)
     }
 
     pub(super) fn has_key(&self) -> bool {
@@ -139,7 +198,7 @@ impl Machine {
     }
 
     pub fn heartbeat_is_fresh(&self, timeouts: &Ec2Timeouts) -> bool {
-        self.report.heartbeat.is_some() && self.silent <= SignedDuration::from(timeouts.heartbeat)
+        self.has_spoken() && self.silent <= SignedDuration::from(timeouts.heartbeat)
     }
 
     pub(super) fn half_idle(&self, pool: &Ec2Pool, now: Timestamp) -> bool {

@@ -80,7 +80,7 @@ pub fn upkeep(tracked: &Machine, pool: &Ec2Pool, keep: bool, now: Timestamp) -> 
         }
         State::Idle => match retirement(record, pool) {
             Some(end) => end,
-            None if tracked.report.heartbeat.is_some() && !tracked.heartbeat_is_fresh(&pool.timeouts) => {
+            None if tracked.has_spoken() && !tracked.heartbeat_is_fresh(&pool.timeouts) => {
                 let message = format!("it has sent no heartbeat for {}", pool.timeouts.heartbeat);
                 Upkeep::End(FailureReason::HeartbeatStale, message)
             }

@@ -1,26 +1,26 @@
 //! The DynamoDB table: the source of truth for who owns an instance.
 
-use std::{collections::HashMap, time::Duration};
+use std::{
+    collections::HashMap,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use aws_sdk_dynamodb::{
     Client,
     operation::{transact_write_items::TransactWriteItemsError, update_item::UpdateItemError},
     types::{
-        AttributeDefinition, AttributeValue, BillingMode, CancellationReason, KeySchemaElement, KeyType,
-        KeysAndAttributes, ReturnValue, ReturnValuesOnConditionCheckFailure, ScalarAttributeType, TableStatus,
-        TransactWriteItem, Update,
+        AttributeDefinition, AttributeValue, BillingMode, CancellationReason, KeySchemaElement, KeyType, ReturnValue,
+        ReturnValuesOnConditionCheckFailure, ScalarAttributeType, TableStatus, TransactWriteItem, Update,
     },
 };
-use paddock_core::ec2::machine::AgentReport;
-use paddock_record::{Heartbeat, Instance, Transition, WorkerSignal, attribute as a, entity, key};
+use paddock_record::{Instance, MachineArns, Transition, attribute as a, entity, instance_key};
 
 use super::{AwsError, word};
 use crate::clock;
 
 type Item = HashMap<String, AttributeValue>;
 
-/// The limit of `BatchGetItem`.
-const KEYS_PER_READ: usize = 100;
 /// DynamoDB allows 100, but one failed condition cancels the whole transaction.
 pub const MOVES_PER_WRITE: usize = 25;
 /// Retries of a transaction that conflicts with another write, and the increment of the delay between them. A write
@@ -30,8 +30,10 @@ const CONFLICT_BACKOFF: Duration = Duration::from_millis(20);
 
 #[derive(Clone)]
 pub struct Records {
-    client: Client,
-    table: String,
+    pub(super) client: Client,
+    pub(super) table: String,
+    /// The machines' ARNs, once the table is known.
+    arns: Arc<OnceLock<MachineArns>>,
 }
 
 /// The result of a conditional write. `Lost` is a normal outcome and has the stored record.
@@ -41,17 +43,15 @@ pub enum WriteOutcome {
     Lost(Option<Instance>),
 }
 
-/// Which records of an agent to read.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ReportQuery {
-    pub id: String,
-    /// Whether to read the heartbeat in addition to the signal.
-    pub heartbeat: bool,
-}
-
 impl Records {
     pub fn new(client: Client, table: String) -> Self {
-        Self { client, table }
+        Self { client, table, arns: Arc::default() }
+    }
+
+    /// The ARNs of the cluster's machines. Nothing is read before the table is known.
+    pub(super) fn arns(&self) -> Result<&MachineArns, AwsError> {
+        let message = || format!("the ARN of table {} is unknown", self.table);
+        self.arns.get().ok_or_else(|| AwsError::Unreachable { call: "DescribeTable", message: message() })
     }
 
     /// Creates the table if it does not exist; true once it is active.
@@ -60,7 +60,14 @@ impl Records {
             self.client.describe_table().table_name(&self.table).send().await.map_err(word("DescribeTable"));
         match described {
             Ok(answer) => {
-                let status = answer.table.and_then(|table| table.table_status);
+                let table = answer.table;
+                let arn = table.as_ref().and_then(|table| table.table_arn.as_deref()).unwrap_or_default();
+                let Some(arns) = MachineArns::of_table(arn) else {
+                    let message = format!("{arn:?} is not the ARN of a table");
+                    return Err(AwsError::Unreachable { call: "DescribeTable", message });
+                };
+                let _ = self.arns.set(arns);
+                let status = table.and_then(|table| table.table_status);
                 return Ok(matches!(status, Some(TableStatus::Active | TableStatus::Updating)));
             }
             Err(error) if error.code() == Some("ResourceNotFoundException") => {}
@@ -168,51 +175,21 @@ impl Records {
 
     /// Every instance of the cluster.
     pub async fn instances(&self) -> Result<Vec<Instance>, AwsError> {
-        Ok(self.query(entity::INSTANCE, true).await?.iter().map(Instance::from_item).collect())
-    }
-
-    /// The reports of all agents.
-    pub async fn all_reports(&self) -> Result<HashMap<String, AgentReport>, AwsError> {
-        let (heartbeats, signals) =
-            tokio::try_join!(self.query(entity::HEARTBEAT, true), self.query(entity::SIGNAL, true))?;
-        Ok(group_by_instance(heartbeats.into_iter().chain(signals)))
-    }
-
-    /// The heartbeats of all agents. One that is missed is read the next time.
-    pub async fn heartbeats(&self) -> Result<HashMap<String, Heartbeat>, AwsError> {
-        let reports = group_by_instance(self.query(entity::HEARTBEAT, false).await?.into_iter());
-        Ok(reports.into_iter().filter_map(|(id, report)| Some((id, report.heartbeat?))).collect())
-    }
-
-    /// The reports of the agents in `queries`.
-    pub async fn report(&self, queries: &[ReportQuery]) -> Result<HashMap<String, AgentReport>, AwsError> {
-        let signals = queries.iter().map(|query| key(entity::SIGNAL, &query.id));
-        let heartbeats = queries.iter().filter(|query| query.heartbeat).map(|query| key(entity::HEARTBEAT, &query.id));
-        let keys: Vec<_> = signals.chain(heartbeats).collect();
-        let items = futures::future::try_join_all(keys.chunks(KEYS_PER_READ).map(|keys| self.batch_get(keys))).await?;
-        Ok(group_by_instance(items.into_iter().flatten()))
-    }
-
-    /// Deletes the report of a terminated instance's agent.
-    pub async fn forget_report(&self, id: &str) -> Result<(), AwsError> {
-        for entity in [entity::HEARTBEAT, entity::SIGNAL] {
-            self.delete(entity, id).await?;
-        }
-        Ok(())
+        Ok(self.query().await?.iter().map(Instance::from_item).collect())
     }
 
     /// Deletes the record of a terminated instance.
     pub async fn forget(&self, id: &str) -> Result<(), AwsError> {
-        self.delete(entity::INSTANCE, id).await
+        self.delete(instance_key(id)).await
     }
 
-    async fn delete(&self, entity: &str, id: &str) -> Result<(), AwsError> {
-        let delete = self.client.delete_item().table_name(&self.table).set_key(Some(key(entity, id)));
+    pub(super) async fn delete(&self, key: Item) -> Result<(), AwsError> {
+        let delete = self.client.delete_item().table_name(&self.table).set_key(Some(key));
         delete.send().await.map_err(word("DeleteItem")).map(drop)
     }
 
-    /// All records of an entity. A page has about 4,500.
-    async fn query(&self, entity: &str, consistent: bool) -> Result<Vec<Item>, AwsError> {
+    /// The items of all instances, which only the operator writes. A page has about 1,500.
+    async fn query(&self) -> Result<Vec<Item>, AwsError> {
         let mut items = Vec::new();
         let mut from = None;
         loop {
@@ -221,8 +198,8 @@ impl Records {
                 .query()
                 .table_name(&self.table)
                 .key_condition_expression("PK = :pk")
-                .expression_attribute_values(":pk", AttributeValue::S(format!("TYPE#{entity}")))
-                .consistent_read(consistent)
+                .expression_attribute_values(":pk", AttributeValue::S(format!("TYPE#{}", entity::INSTANCE)))
+                .consistent_read(true)
                 .set_exclusive_start_key(from);
             let answer = query.send().await.map_err(word("Query"))?;
             items.extend(answer.items.unwrap_or_default());
@@ -231,18 +208,6 @@ impl Records {
                 return Ok(items);
             }
         }
-    }
-
-    async fn batch_get(&self, keys: &[Item]) -> Result<Vec<Item>, AwsError> {
-        let mut wanted = KeysAndAttributes::builder().set_keys(Some(keys.to_vec())).consistent_read(true).build().ok();
-        let mut items = Vec::new();
-        while let Some(keys) = wanted.take() {
-            let read = self.client.batch_get_item().request_items(&self.table, keys);
-            let answer = read.send().await.map_err(word("BatchGetItem"))?;
-            items.extend(answer.responses.unwrap_or_default().remove(&self.table).unwrap_or_default());
-            wanted = answer.unprocessed_keys.unwrap_or_default().remove(&self.table);
-        }
-        Ok(items)
     }
 }
 
@@ -254,26 +219,4 @@ fn condition_failed(stored: Option<&Item>, transition: &Transition) -> WriteOutc
         true => WriteOutcome::Won(transition.next().clone()),
         false => WriteOutcome::Lost(stored),
     }
-}
-
-fn group_by_instance(items: impl Iterator<Item = Item>) -> HashMap<String, AgentReport> {
-    let mut reports: HashMap<String, AgentReport> = HashMap::new();
-    for item in items {
-        let is_heartbeat = item.get(a::PK).and_then(|pk| pk.as_s().ok()).is_some_and(|pk| pk == "TYPE#Heartbeat");
-        let parsed = if is_heartbeat {
-            Heartbeat::from_item(&item).map(|beat| {
-                let id = beat.instance_id.clone();
-                reports.entry(id).or_default().heartbeat = Some(beat);
-            })
-        } else {
-            WorkerSignal::from_item(&item).map(|signal| {
-                let id = signal.instance_id.clone();
-                reports.entry(id).or_default().signal = Some(signal);
-            })
-        };
-        if let Err(error) = parsed {
-            tracing::warn!(%error, "agent record unreadable");
-        }
-    }
-    reports
 }

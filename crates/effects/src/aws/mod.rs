@@ -3,6 +3,7 @@
 pub mod dynamodb;
 pub mod ec2;
 pub mod instance_types;
+pub mod reports;
 pub mod sqs;
 
 use std::time::Duration;

@@ -1,15 +1,18 @@
 //! Instances by id, indexed by pool, by claim, and by the next poll of their agent.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeSet, HashMap, HashSet},
     time::{Duration, Instant},
 };
 
 use jiff::{SignedDuration, Timestamp};
-use paddock_core::ec2::machine::{AgentReport, Machine, report_poll_delay};
-use paddock_record::{ClaimRef, Heartbeat, State};
+use paddock_core::ec2::machine::{HEARTBEATS_PER_READ, HeartbeatReads, Machine, report_poll_delay};
+use paddock_record::{ClaimRef, State};
 
-use crate::{aws::dynamodb::ReportQuery, clock};
+use crate::{
+    aws::reports::{ReadReport, ReportFault, ReportQuery, Reports},
+    clock,
+};
 
 /// An agent that has been silent for so long may be dead; its pool decides.
 const SILENCE_REPORTED: SignedDuration = SignedDuration::from_secs(10);
@@ -26,6 +29,11 @@ pub struct LedgerIndex {
     awaited: HashMap<String, Awaited>,
     /// How many of those have booted.
     warm_awaited: usize,
+    /// Instances that have written more than any agent does. They are not read again: one item of 400 KB costs as much
+    /// as the heartbeats of hundreds. So they fall silent, and end as a machine whose agent has died.
+    muted: HashSet<String>,
+    /// Instances that have written what their agent does not, which is logged once.
+    reported: HashSet<String>,
 }
 
 #[derive(Clone, Copy)]
@@ -65,7 +73,7 @@ impl LedgerIndex {
         if !claim.is_empty() {
             self.claims.entry((pool, claim)).or_default().insert(id.clone());
         }
-        if machine.awaits_agent() {
+        if machine.awaits_agent() && !self.muted.contains(&id) {
             let warm = machine.record.state != State::Created;
             let new_wait =
                 Awaited { warm, since: now, next: now + report_poll_delay(Duration::ZERO, self.awaited.len()) };
@@ -77,6 +85,8 @@ impl LedgerIndex {
     }
 
     pub fn remove(&mut self, id: &str) -> Option<Machine> {
+        self.muted.remove(id);
+        self.reported.remove(id);
         self.take(id).map(|(machine, _)| machine)
     }
 
@@ -85,9 +95,31 @@ impl LedgerIndex {
         let (pool, claim) = (machine.record.pool.clone(), machine.record.claim.clone());
         discard(&mut self.pools, &pool, id);
         discard(&mut self.claims, &(pool, claim), id);
+        let awaited = self.expect_nothing(id);
+        Some((machine, awaited))
+    }
+
+    fn expect_nothing(&mut self, id: &str) -> Option<Awaited> {
         let awaited = self.awaited.remove(id);
         self.warm_awaited -= usize::from(awaited.is_some_and(|awaited| awaited.warm));
-        Some((machine, awaited))
+        awaited
+    }
+
+    /// Notes what a machine has written and its agent would not.
+    pub fn note_fault(&mut self, id: &str, fault: &ReportFault) {
+        let new = self.reported.insert(id.to_owned());
+        match fault {
+            ReportFault::Oversized => {
+                if self.muted.insert(id.to_owned()) {
+                    tracing::warn!(instance = id, "machine wrote more than an agent does; it is not read again");
+                }
+                self.expect_nothing(id);
+            }
+            ReportFault::Unreadable(error) if new => {
+                tracing::warn!(instance = id, error, "agent record unreadable");
+            }
+            ReportFault::Unreadable(_) => {}
+        }
     }
 
     /// Whether the agent of a claimed or released instance is about to answer.
@@ -109,12 +141,30 @@ impl LedgerIndex {
         self.awaited.values().map(|awaited| awaited.next).min()
     }
 
-    /// Stores the heartbeats of all agents and returns the instances that are silent or have a new key.
-    pub fn update_heartbeats(&mut self, mut heartbeats: HashMap<String, Heartbeat>, now: Timestamp) -> Vec<Machine> {
+    /// How the heartbeats of all agents are read.
+    pub fn heartbeat_reads(&self) -> HeartbeatReads {
+        HeartbeatReads::of(self.live().count())
+    }
+
+    /// The agents whose heartbeats are read next. `limit` is how long a machine may be silent.
+    pub fn next_heartbeats(&self, limit: impl Fn(&Machine) -> SignedDuration, now: Timestamp) -> Vec<String> {
+        let heard = self.live().filter(|machine| !self.muted.contains(&machine.record.instance_id));
+        let mut order: Vec<_> = heard
+            .map(|machine| (HeartbeatReads::order(machine, limit(machine), now), &machine.record.instance_id))
+            .collect();
+        order.sort_unstable();
+        order.into_iter().take(HEARTBEATS_PER_READ).map(|(_, id)| id.clone()).collect()
+    }
+
+    /// Stores heartbeats and returns the instances that are silent or have a new key.
+    pub fn update_heartbeats(&mut self, reports: Reports, now: Timestamp) -> Vec<Machine> {
+        let gap_max = self.heartbeat_reads().gap_max();
         let mut changed = Vec::new();
-        for (id, machine) in self.all.iter_mut().filter(|(_, machine)| machine.record.state != State::Terminated) {
-            let had_key = machine.public_key().is_some();
-            machine.read_heartbeat(heartbeats.remove(id), now);
+        let unheard = self.muted.iter().map(|id| (id.clone(), ReadReport::default()));
+        for (id, read) in reports.into_iter().chain(unheard.collect::<Vec<_>>()) {
+            let had_key = self.all.get(&id).is_some_and(|machine| machine.public_key().is_some());
+            self.take_heartbeat(&id, read, gap_max, now);
+            let Some(machine) = self.all.get(&id).filter(|it| it.record.state != State::Terminated) else { continue };
             if machine.silent >= SILENCE_REPORTED || machine.public_key().is_some() != had_key {
                 changed.push(machine.clone());
             }
@@ -122,34 +172,52 @@ impl LedgerIndex {
         changed
     }
 
+    fn take_heartbeat(&mut self, id: &str, read: ReadReport, gap_max: SignedDuration, now: Timestamp) {
+        let Some(machine) = self.all.get_mut(id) else { return };
+        if read.report.heartbeat.as_ref().is_some_and(|beat| machine.is_forged(beat))
+            && self.reported.insert(id.to_owned())
+        {
+            tracing::warn!(instance = id, "heartbeat with another key than the machine's first one ignored");
+        }
+        machine.read_heartbeat(read.report.heartbeat, gap_max, now);
+        if let Some(fault) = &read.fault {
+            self.note_fault(id, fault);
+        }
+    }
+
+    fn live(&self) -> impl Iterator<Item = &Machine> {
+        self.all().filter(|machine| machine.record.state != State::Terminated)
+    }
+
     /// Whether there are agents to hear from.
     pub fn has_live(&self) -> bool {
-        self.all().any(|machine| machine.record.state != State::Terminated)
+        self.live().next().is_some()
     }
 
     /// Stores the polled reports and returns the instances with a new signal or key. A heartbeat alone is not a change:
     /// only a missing one matters, and that is checked at the timeout.
-    pub fn update(
-        &mut self,
-        queries: &[ReportQuery],
-        mut reports: HashMap<String, AgentReport>,
-        now: Instant,
-    ) -> Vec<Machine> {
-        let (mut changed, awaited) = (Vec::new(), self.awaited.len());
+    pub fn update(&mut self, queries: &[ReportQuery], mut reports: Reports, now: Instant) -> Vec<Machine> {
+        let (mut changed, awaited, gap_max) = (Vec::new(), self.awaited.len(), self.heartbeat_reads().gap_max());
         for query in queries {
-            let Some(machine) = self.all.get_mut(&query.id) else { continue };
-            let found = reports.remove(&query.id).unwrap_or_default();
-            let had_key = machine.public_key().is_some();
-            let new_signal = machine.report.signal != found.signal;
-            machine.report.signal = found.signal;
-            if query.heartbeat {
-                machine.read_heartbeat(found.heartbeat, clock::now());
+            let delay = |poll: &Awaited| report_poll_delay(now.duration_since(poll.since), awaited);
+            if let Some(poll) = self.awaited.get_mut(&query.id) {
+                poll.next = now + delay(poll);
             }
+            let (Some(mut read), Some(machine)) = (reports.remove(&query.id), self.all.get_mut(&query.id)) else {
+                continue;
+            };
+            let had_key = machine.public_key().is_some();
+            let signal = read.report.signal.take();
+            let new_signal = machine.report.signal != signal;
+            machine.report.signal = signal;
+            if query.heartbeat {
+                self.take_heartbeat(&query.id, read, gap_max, clock::now());
+            } else if let Some(fault) = &read.fault {
+                self.note_fault(&query.id, fault);
+            }
+            let Some(machine) = self.all.get(&query.id) else { continue };
             if new_signal || machine.public_key().is_some() != had_key {
                 changed.push(machine.clone());
-            }
-            if let Some(poll) = self.awaited.get_mut(&query.id) {
-                poll.next = now + report_poll_delay(now.duration_since(poll.since), awaited);
             }
         }
         changed
@@ -167,8 +235,11 @@ fn discard<K: std::hash::Hash + Eq>(index: &mut HashMap<K, BTreeSet<String>>, ke
 
 #[cfg(test)]
 mod tests {
-    use paddock_core::fixtures::ec2::{at, beat, record, said, tracked};
-    use paddock_record::{KeyPair, Signal};
+    use paddock_core::{
+        ec2::machine::AgentReport,
+        fixtures::ec2::{at, beat, record, said, tracked},
+    };
+    use paddock_record::{Heartbeat, KeyPair, Signal};
 
     use super::*;
 
@@ -217,7 +288,7 @@ mod tests {
             let at = index.next_poll().unwrap();
             let due = index.due(at);
             assert_eq!(due, [ReportQuery { id: "i-2".into(), heartbeat: true }]);
-            index.update(&due, HashMap::new(), at);
+            index.update(&due, Reports::new(), at);
             polls.push(at);
         }
         let pauses: Vec<_> = polls.windows(2).map(|pair| pair[1] - pair[0]).collect();
@@ -232,7 +303,10 @@ mod tests {
         let (mut index, now) = (LedgerIndex::default(), Instant::now());
         index.put(held("i-1", "a", State::Claimed), now);
         let both = [ReportQuery { id: "i-1".into(), heartbeat: true }];
-        let with = |heartbeat, signal| HashMap::from([("i-1".to_owned(), AgentReport { heartbeat, signal })]);
+        let with = |heartbeat, signal| {
+            let report = AgentReport { heartbeat, signal };
+            Reports::from([("i-1".to_owned(), ReadReport { report, fault: None })])
+        };
         let key = KeyPair::generate().public();
         let beat = |second| Some(Heartbeat { public_key: Some(key.clone()), ..beat(at(second)) });
         assert_eq!(index.update(&both, with(beat(1), None), now).len(), 1);
@@ -242,5 +316,53 @@ mod tests {
         assert_eq!(index.update(&one, with(None, signal.clone()), now).len(), 1);
         assert_eq!(index.update(&one, with(None, signal), now).len(), 0);
         assert!(index.get("i-1").unwrap().report.heartbeat.is_some(), "a heartbeat that was not queried is kept");
+        let unread = index.get("i-1").unwrap().clone();
+        assert_eq!(index.update(&both, Reports::new(), now).len(), 0);
+        assert_eq!(index.get("i-1"), Some(&unread), "what was not read is no news");
+    }
+
+    #[test]
+    fn a_machine_that_floods_the_table_is_heard_once_and_then_falls_silent() {
+        let (mut index, now) = (LedgerIndex::default(), Instant::now());
+        for (id, state) in [("i-1", State::Claimed), ("i-2", State::Claimed), ("i-3", State::Idle)] {
+            index.put(held(id, "a", state), now);
+        }
+        let oversized = |id: &str| {
+            let report = AgentReport { heartbeat: Some(beat(at(0))), signal: Some(said(Signal::Registered, "7")) };
+            (id.to_owned(), ReadReport { report, fault: Some(ReportFault::Oversized) })
+        };
+        let query = [ReportQuery { id: "i-1".into(), heartbeat: true }];
+        let changed = index.update(&query, Reports::from([oversized("i-1")]), now);
+        assert_eq!(ids(changed.iter()), ["i-1"], "what it wrote first counts");
+        let due: Vec<_> = index.due(now + Duration::from_secs(1)).into_iter().map(|query| query.id).collect();
+        assert_eq!(due, ["i-2"]);
+        index.put(held("i-1", "a", State::Claimed), now);
+        assert_eq!(index.due(now + Duration::from_secs(1)).len(), 1, "another record does not give it its voice back");
+
+        index.update_heartbeats(Reports::from([oversized("i-3")]), at(0));
+        let limit = |_: &Machine| SignedDuration::from_secs(15);
+        assert_eq!(index.next_heartbeats(limit, at(1)), ["i-2"]);
+        for second in (2..=20).step_by(2) {
+            index.update_heartbeats(Reports::new(), at(second));
+        }
+        assert!(index.get("i-3").unwrap().silent >= SILENCE_REPORTED);
+        index.remove("i-3");
+        index.put(held("i-3", "", State::Idle), now);
+        assert_eq!(index.next_heartbeats(limit, at(21)).len(), 2);
+    }
+
+    #[test]
+    fn of_many_machines_those_read_the_longest_ago_are_read_next() {
+        let (mut index, now) = (LedgerIndex::default(), Instant::now());
+        (0..250).for_each(|number| index.put(held(&format!("i-{number:03}"), "", State::Idle), now));
+        index.put(held("i-gone", "", State::Terminated), now);
+        let (limit, mut read) = (|_: &Machine| SignedDuration::from_secs(15), HashMap::<String, u32>::new());
+        for second in 1..=5 {
+            let next = index.next_heartbeats(limit, at(second));
+            assert_eq!(next.len(), HEARTBEATS_PER_READ);
+            next.iter().for_each(|id| *read.entry(id.clone()).or_default() += 1);
+            index.update_heartbeats(next.into_iter().map(|id| (id, ReadReport::default())).collect(), at(second));
+        }
+        assert!(read.len() == 250 && read.values().all(|count| *count == 2), "{read:?}");
     }
 }

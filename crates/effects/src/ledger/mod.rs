@@ -1,14 +1,15 @@
 //! The ledger: an in-memory copy of the table, kept while this replica leads.
 //!
 //! Only the leader writes `INSTANCE` records, so its own writes keep the ledger current. A periodic reload picks up
-//! late writes of a previous leader. Agent reports are polled in batches, only for instances whose next transition
-//! depends on them, so a settled system reads nothing.
+//! late writes of a previous leader. Signals are polled in batches, only for instances whose next transition depends on
+//! them, so a settled system reads heartbeats alone. Agents' items are read by key, never by a query: what a machine
+//! writes cannot add to what is read.
 
 mod change_queue;
 mod index;
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashSet,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
@@ -32,6 +33,7 @@ use crate::{
     aws::{
         AwsError,
         dynamodb::{MOVES_PER_WRITE, Records, WriteOutcome},
+        reports::ReportQuery,
     },
     clock,
     kube::lanes::{Lanes, UrgentGuard},
@@ -39,10 +41,6 @@ use crate::{
 
 /// Delay after a failed poll of agent reports.
 const POLL_BACKOFF: Duration = Duration::from_secs(2);
-
-/// Minimum age of an agent report without an instance record before it is deleted. It is longer than a machine takes to
-/// get its record or to shut down.
-const LEFTOVER_AGE: SignedDuration = SignedDuration::from_mins(10);
 
 /// A reload keeps younger records that it did not find: they may have been written after their page was read.
 const RELOAD_GRACE: SignedDuration = SignedDuration::from_mins(1);
@@ -180,20 +178,35 @@ impl Ledger {
         self.loaded.initialized()
     }
 
-    /// Reloads all records and deletes leftover reports of terminated instances.
+    /// Reloads all records, with the reports of live instances that are new.
     pub async fn reload(&self) -> Result<(), AwsError> {
-        let (instances, mut reports) = tokio::try_join!(self.records.instances(), self.records.all_reports())?;
+        let instances = self.records.instances().await?;
+        let new: Vec<_> = {
+            let index = self.index();
+            let live = instances.iter().filter(|record| record.state != State::Terminated);
+            let ids = live.map(|record| record.instance_id.clone()).filter(|id| index.get(id).is_none());
+            ids.map(|id| ReportQuery { id, heartbeat: true }).collect()
+        };
+        let mut reports = self.records.report(&new).await?;
         let (now, grace_start) = (Instant::now(), clock::now() - RELOAD_GRACE);
         let mut touched = Vec::new();
         {
             let mut index = self.index();
             let mut gone: HashSet<_> = index.all().map(|machine| machine.record.instance_id.clone()).collect();
             for record in instances {
-                let found = reports.remove(&record.instance_id).unwrap_or_default();
-                gone.remove(&record.instance_id);
-                let machine = match index.get(&record.instance_id) {
-                    Some(ours) => newest(ours.clone(), record, found),
-                    None => Machine::new(record, found, clock::now()),
+                let id = record.instance_id.clone();
+                gone.remove(&id);
+                let machine = match index.get(&id) {
+                    // A write may have completed during the reload.
+                    Some(ours) if ours.record.updated_at > record.updated_at => ours.clone(),
+                    Some(ours) => Machine { record, ..ours.clone() },
+                    None => {
+                        let read = reports.remove(&id).unwrap_or_default();
+                        if let Some(fault) = &read.fault {
+                            index.note_fault(&id, fault);
+                        }
+                        Machine::new(record, read.report, clock::now())
+                    }
                 };
                 touched.push(machine.record.clone());
                 index.put(machine, now);
@@ -207,19 +220,6 @@ impl Ledger {
         }
         touched.iter().for_each(|record| self.record_changed(record));
         self.poll_wakeup.notify_one();
-        self.delete_leftovers(reports).await
-    }
-
-    /// Deletes reports without an instance record. An agent may write until its machine is off, so only old ones go.
-    async fn delete_leftovers(&self, reports: HashMap<String, AgentReport>) -> Result<(), AwsError> {
-        let oldest_kept = clock::now() - LEFTOVER_AGE;
-        for (id, report) in reports {
-            let beat = report.heartbeat.map(|beat| beat.updated_at);
-            let last = beat.max(report.signal.map(|signal| signal.updated_at));
-            if last.is_none_or(|last| last < oldest_kept) && self.get(&id).is_none() {
-                self.records.forget_report(&id).await?;
-            }
-        }
         Ok(())
     }
 
@@ -241,8 +241,9 @@ impl Ledger {
         Ok(outcomes?.into_iter().flatten().collect())
     }
 
-    /// Deletes the record of a terminated instance.
+    /// Deletes the record of a terminated instance, after what its agent wrote on its way down.
     pub async fn forget(&self, id: &str) -> Result<(), AwsError> {
+        self.records.forget_report(id).await?;
         self.records.forget(id).await?;
         let forgotten = self.index().remove(id);
         forgotten.iter().for_each(|machine| self.record_changed(&machine.record));
@@ -297,12 +298,13 @@ impl Ledger {
         }
     }
 
-    /// Reads the heartbeats of all agents.
-    pub async fn read_heartbeats(&self) -> Result<(), AwsError> {
+    /// Reads the heartbeats whose turn it is. `limit` is how long a machine may be silent.
+    pub async fn read_heartbeats(&self, limit: impl Fn(&Machine) -> SignedDuration) -> Result<(), AwsError> {
         if !self.is_loaded() || !self.index().has_live() {
             return Ok(());
         }
-        let heartbeats = self.records.heartbeats().await?;
+        let next = self.index().next_heartbeats(limit, clock::now());
+        let heartbeats = self.records.heartbeats(&next).await?;
         let changed = self.index().update_heartbeats(heartbeats, clock::now());
         changed.iter().for_each(|machine| self.report_changed(machine));
         Ok(())
@@ -313,6 +315,11 @@ impl Ledger {
         let index = self.index();
         let live = index.all().filter(|machine| machine.record.state != State::Terminated);
         live.filter_map(|machine| machine.skew).max_by_key(|skew| skew.abs()).unwrap_or_default()
+    }
+
+    /// The pause until the next of those reads.
+    pub fn heartbeat_pause(&self) -> Duration {
+        self.index().heartbeat_reads().pause()
     }
 
     /// Polls the reports of awaited agents until `stop`; sleeps while none is awaited.
@@ -362,16 +369,4 @@ impl Ledger {
             }
         }
     }
-}
-
-/// Our machine with the newer record and signal of both: a write or a poll may have completed during the reload.
-fn newest(mut ours: Machine, record: Instance, report: AgentReport) -> Machine {
-    if report.signal.as_ref().map(|read| read.updated_at) >= ours.report.signal.as_ref().map(|own| own.updated_at) {
-        ours.report.signal = report.signal;
-    }
-    if record.updated_at >= ours.record.updated_at {
-        ours.record = record;
-    }
-    ours.read_heartbeat(report.heartbeat, clock::now());
-    ours
 }

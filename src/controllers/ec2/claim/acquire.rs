@@ -236,7 +236,7 @@ impl Work {
             Ok(token) => token,
             Err(outage) => return Ok(outage.into()),
         };
-        let seal = |machine: &Machine| transition::seal(&machine.record, sealed(machine, &token));
+        let seal = |machine: &Machine| transition::seal(&machine.record, machine.public_key(), sealed(machine, &token));
         self.context.ledger.apply(waiting.iter().filter_map(seal).collect()).await?;
         Ok(Applied::Done)
     }

@@ -140,9 +140,9 @@ async fn reclaim(
 async fn apply(
     context: &Ec2Context,
     machines: Vec<Machine>,
-    change: impl Fn(&Instance) -> Option<Transition>,
+    change: impl Fn(&Machine) -> Option<Transition>,
 ) -> Result<Vec<Machine>, AwsError> {
-    let changed = machines.into_iter().filter_map(|machine| Some((change(&machine.record)?, machine)));
+    let changed = machines.into_iter().filter_map(|machine| Some((change(&machine)?, machine)));
     let (transitions, machines): (Vec<_>, Vec<_>) = changed.unzip();
     let outcomes = context.ledger.apply(transitions).await?;
     let won = machines.into_iter().zip(outcomes).filter_map(|(machine, outcome)| match outcome {
@@ -162,7 +162,7 @@ async fn renew(
 ) -> Result<(), AwsError> {
     let now = clock::now();
     let threshold = ec2.lifetimes.idle.after(now);
-    let renewed = apply(context, machines, |record| transition::renew(record, threshold, now)).await?;
+    let renewed = apply(context, machines, |machine| transition::renew(&machine.record, threshold, now)).await?;
     send_messages(context, key, &renewed, queues).await
 }
 
@@ -178,8 +178,9 @@ async fn pool_warm(
     let threshold = ec2.lifetimes.idle.after(now);
     let (created, mut running): (Vec<_>, _) =
         machines.into_iter().partition(|machine| machine.record.state == State::Created);
-    running.extend(apply(context, created, |record| transition::warm_up(record, threshold, now)).await?);
-    let idle = apply(context, running, |record| transition::make_idle(record, threshold, now)).await?;
+    let warm_up = |machine: &Machine| transition::warm_up(&machine.record, machine.public_key(), threshold, now);
+    running.extend(apply(context, created, warm_up).await?);
+    let idle = apply(context, running, |machine| transition::make_idle(&machine.record, threshold, now)).await?;
     if !idle.is_empty() {
         context.pools.note_boot(key);
     }
@@ -195,7 +196,7 @@ async fn return_to_pool(
 ) -> Result<(), AwsError> {
     let batches = machines.chunks(MOVES_PER_WRITE).map(async |machines| {
         send_messages(context, key, machines, queues).await?;
-        apply(context, machines.to_vec(), transition::pool).await
+        apply(context, machines.to_vec(), |machine| transition::pool(&machine.record)).await
     });
     futures::future::try_join_all(batches).await.map(drop)
 }
