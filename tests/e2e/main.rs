@@ -99,6 +99,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         };
     }
     let parallel = trials!(run:
+        ec2::authority::machine_that_floods_the_table_stops_no_other,
         ec2::claim::claim_takes_warm_machine_and_returns_it,
         ec2::claim::claim_on_empty_pool_launches_machines,
         ec2::claim::pool_with_personal_token_registers_runners_in_repository,
@@ -181,6 +182,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         operator::pages::dashboards_show_pools_claims_and_workers,
     );
     let alone = trials!(run_alone:
+        ec2::authority::token_goes_to_the_first_key_of_its_machine,
         ec2::deletion::i11_a_deleted_claim_waits_for_github_and_says_so,
         ec2::deletion::i11_claim_can_be_deleted_after_its_credentials,
         ec2::faults::i12_a_throttled_table_slows_a_claim_and_breaks_nothing,

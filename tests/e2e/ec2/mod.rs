@@ -1,5 +1,6 @@
 //! Claims on EC2 pools: the real user data and the real agent run on every machine.
 
+pub mod authority;
 pub mod claim;
 pub mod clocks;
 pub mod deletion;
