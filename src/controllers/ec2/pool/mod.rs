@@ -75,7 +75,10 @@ async fn refresh(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, E
     };
     // The upkeep runs even if the preparation failed: machines still expire.
     let kept = match context.ledger.is_loaded() {
-        true => keep_up(context, pool, ec2, &key, &new.queues).await,
+        true => {
+            let kept = keep_up(context, pool, ec2, &key, &new.queues).await;
+            kept.and(context.pools.upkeep_problem(&key).map_or(Ok(()), Err))
+        }
         false => Ok(()),
     };
     let mut pool = Cow::Borrowed(pool);

@@ -92,8 +92,7 @@ pub(super) async fn keep_up(
     failures.note(pool_warm(context, key, warming, ec2, queues).await);
     failures.note(renew(context, key, renewed, ec2, queues).await);
     failures.note(send_missing(context, key, &context.ledger.of_pool(key), queues).await);
-    failures.first().map_err(aws_problem)?;
-    context.pools.upkeep_problem(key).map_or(Ok(()), Err)
+    failures.first().map_err(aws_problem)
 }
 
 /// Returns machines whose claim does not exist, as the claim would have done. Without a token to deregister they end.
