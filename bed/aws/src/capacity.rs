@@ -38,6 +38,11 @@ fn any() -> String {
 }
 
 impl Limit {
+    /// In all zones and for all types.
+    pub fn everywhere(usage: Option<Usage>, available: u32) -> Self {
+        Self { zone: any(), instance_type: any(), usage, available }
+    }
+
     fn covers(&self, zone: &str, instance_type: &str, usage: Usage) -> bool {
         glob(&self.zone, zone)
             && glob(&self.instance_type, instance_type)

@@ -8,6 +8,7 @@ use roxmltree::Document;
 
 use crate::{
     call::Answer,
+    capacity::Limit,
     describe::{View, page},
     faults::Effect,
     fleet,
@@ -28,8 +29,12 @@ pub async fn perform(front: &Arc<Front>, action: &str, form: Form, quirk: Option
         Some(Effect::Invisible { ms }) => Some(Duration::from_millis(ms)),
         _ => None,
     };
+    let limit = match quirk {
+        Some(Effect::Short { available, usage }) => Some(Limit::everywhere(usage, available)),
+        _ => None,
+    };
     let text = match action {
-        "CreateFleet" => return Ok(fleet::create(front, form, invisible).await),
+        "CreateFleet" => return Ok(fleet::create(front, form, fleet::Quirks { invisible, limit }).await),
         "RunInstances" => launch(front, form, invisible).await?.0,
         "DescribeInstances" => describe(front, form).await?,
         "TerminateInstances" => end(front, form, InstanceState::Terminated).await?,

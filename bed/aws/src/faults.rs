@@ -3,7 +3,10 @@
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde::{Deserialize, Serialize};
 
-use crate::call::{Call, Service};
+use crate::{
+    call::{Call, Service},
+    capacity::Usage,
+};
 
 /// The effect of a fault.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -41,6 +44,13 @@ pub enum Effect {
     AfterDeletion,
     /// EC2: `DescribeInstances` omits the instances of this launch for a while.
     Invisible { ms: u64 },
+    /// EC2: `CreateFleet` finds capacity for so many machines of this usage class (of any, if omitted), and has the
+    /// errors of an instant fleet for the rest. Limits of [`crate::capacity`] are for all fleets; this is for one.
+    Short {
+        available: u32,
+        #[serde(default)]
+        usage: Option<Usage>,
+    },
 }
 
 impl Effect {

@@ -15,7 +15,7 @@ use roxmltree::Document;
 
 use crate::{
     call::{Answer, Service},
-    capacity::{Capacity, Usage},
+    capacity::{Capacity, Limit, Usage},
     catalogue::{Catalogue, InstanceType, Requirements},
     ec2::{self, Template},
     form::Form,
@@ -30,11 +30,19 @@ type Made = (Form, Shared<BoxFuture<'static, Answer>>);
 #[derive(Default)]
 pub struct Fleets(Mutex<HashMap<String, Made>>);
 
+/// What is special about one fleet.
+#[derive(Clone, Default)]
+pub struct Quirks {
+    pub invisible: Option<Duration>,
+    /// Counts in place of the limits for all fleets.
+    pub limit: Option<Limit>,
+}
+
 /// Answers a request. A repeated client token gets the first response again.
-pub async fn create(front: &Arc<Front>, mut form: Form, invisible: Option<Duration>) -> Answer {
+pub async fn create(front: &Arc<Front>, mut form: Form, quirks: Quirks) -> Answer {
     let token = form.get("ClientToken").map(str::to_owned);
     form.remove("ClientToken");
-    let Some(token) = token else { return fulfil(front, &form, invisible).await.unwrap_or_else(Failure::into_answer) };
+    let Some(token) = token else { return fulfil(front, &form, quirks).await.unwrap_or_else(Failure::into_answer) };
     let answer = {
         let mut fleets = front.fleets.0.lock().unwrap();
         match fleets.get(&token) {
@@ -45,8 +53,7 @@ pub async fn create(front: &Arc<Front>, mut form: Form, invisible: Option<Durati
             }
             None => {
                 let (front, request) = (front.clone(), form.clone());
-                let work =
-                    async move { fulfil(&front, &request, invisible).await.unwrap_or_else(Failure::into_answer) };
+                let work = async move { fulfil(&front, &request, quirks).await.unwrap_or_else(Failure::into_answer) };
                 let answer = work.boxed().shared();
                 fleets.insert(token.clone(), (form, answer.clone()));
                 answer
@@ -60,7 +67,7 @@ pub async fn create(front: &Arc<Front>, mut form: Form, invisible: Option<Durati
     answer
 }
 
-async fn fulfil(front: &Front, form: &Form, invisible: Option<Duration>) -> Outcome<Answer> {
+async fn fulfil(front: &Front, form: &Form, Quirks { invisible, limit }: Quirks) -> Outcome<Answer> {
     let request = Request::parse(form).map_err(|(code, message)| Failure::refused(code, message))?;
     let subnets = ec2::subnets(front).await?;
     let mut templates = Vec::new();
@@ -69,7 +76,14 @@ async fn fulfil(front: &Front, form: &Form, invisible: Option<Duration>) -> Outc
     }
     let defaults: Vec<_> = templates.iter().map(|template| template.instance_type.as_deref()).collect();
     let (pools, mut errors) = pools(&request, &subnets, &defaults, &front.catalogue);
-    let launches = allocate(&request, pools, &mut front.capacity.lock().unwrap(), &mut errors);
+    let launches = match limit {
+        Some(limit) => {
+            let mut own = Capacity::default();
+            own.set(limit);
+            allocate(&request, pools, &mut own, &mut errors)
+        }
+        None => allocate(&request, pools, &mut front.capacity.lock().unwrap(), &mut errors),
+    };
 
     let id = fleet_id();
     let mut launched = Vec::new();

@@ -212,6 +212,18 @@ pub async fn fresh_instance_is_missing_for_a_while(aws: &Aws) {
     }
 }
 
+pub async fn one_fleet_falls_short_and_others_do_not(aws: &Aws) {
+    template(aws, "short", "").await;
+    let subnet = subnet(aws, 0).0;
+    let short = Effect::Short { available: 1, usage: None };
+    aws.add_fault(Rule::on(Service::Ec2, "CreateFleet", short).containing("short").once());
+    let (_, text) = fleet(aws, "short", 3, &[(&subnet, SMALL)], &[]).await;
+    assert_eq!(ids(&text).len(), 1, "{text}");
+    assert!(texts(&text, "errorCode").iter().any(|code| code == "InsufficientInstanceCapacity"), "{text}");
+    let (_, text) = fleet(aws, "short", 3, &[(&subnet, SMALL)], &[]).await;
+    assert_eq!((ids(&text).len(), texts(&text, "errorCode").len()), (3, 0), "{text}");
+}
+
 pub async fn user_data_over_16_kib_is_refused(aws: &Aws) {
     let user_data = STANDARD.encode("x".repeat(16385));
     let fields = [("LaunchTemplateName", "fat"), ("LaunchTemplateData.UserData", &user_data)];
