@@ -22,7 +22,8 @@ const BOARD: &str = "test-board";
 const NODE: &str = "board-1";
 const IMAGE: &str = "paddock-bed/runner:1";
 
-pub const SCENARIO: Scenario = Scenario { name: "board", parallel: 4, play: |life| play(life).boxed_local() };
+pub const SCENARIO: Scenario =
+    Scenario { name: "board", parallel: 4, writes: 20, play: |life| play(life).boxed_local() };
 
 /// The node that all lives share; it ends when it is dropped.
 pub async fn start_node(stage: &Stage) -> Result<Node> {

@@ -64,13 +64,6 @@ impl Gate {
         self.written.lock().expect("no panic while held").writes.clone()
     }
 
-    /// How many writes the stage with most of them has.
-    pub fn longest_stage(&self) -> usize {
-        let writes = self.writes();
-        let of_stage = |stage| writes.iter().filter(|write| write.stage == stage).count();
-        writes.iter().map(|write| of_stage(write.stage)).max().unwrap_or_default()
-    }
-
     /// The writes that were an operator's last, in order.
     pub fn last_writes(&self) -> Vec<Write> {
         self.written.lock().expect("no panic while held").last.clone()

@@ -38,31 +38,29 @@ const LEASE: &str = "15s";
 /// not wait for its expiry.
 const IN_FLIGHT_GRACE: Duration = Duration::from_secs(1);
 
+/// So many lives are added, side by side, while one stage has more writes than there were lives.
+const MORE: usize = 3;
+
 /// What is repeated. It has stages, each of which ends when everything has settled, so that a crash in one does not
 /// affect the next.
 pub struct Scenario {
     pub name: &'static str,
     /// How many lives a small machine can run in parallel.
     pub parallel: usize,
+    /// About how many writes its longest stage has: so many lives are played at least.
+    pub writes: usize,
     pub play: for<'a> fn(&'a Life<'a>) -> LocalBoxFuture<'a, Result<()>>,
 }
 
-/// Plays a scenario without a crash, then again and again: in the n-th life the operator is killed right after the n-th
-/// write of each stage, until no stage has so many writes.
+/// Plays a scenario again and again: once without a crash, and in the n-th life the operator is killed right after the
+/// n-th write of each stage, until no stage has so many writes.
 pub async fn sweep(stage: &Stage, scenario: &Scenario) -> Result<()> {
     let began = Instant::now();
-    let life = live(stage, scenario, 0, Fatal::Never).await.context("a life without a crash")?;
-    println!(
-        "{}: {} writes and {} s without a crash",
-        scenario.name,
-        life.gate.writes().len(),
-        began.elapsed().as_secs()
-    );
     // The kinds of writes of every life, and those after which an operator was killed.
-    let (mut certain, mut met) = (kinds(life.gate.writes()), BTreeSet::new());
+    let (mut certain, mut met) = (None::<BTreeSet<_>>, BTreeSet::new());
     let (mut kills, mut failures, mut all_the_way) = (0, Vec::new(), false);
-    let longest = life.gate.longest_stage();
-    let mut lives: Vec<_> = (1..=longest).map(|number| (number, Fatal::Nth(number))).collect();
+    let mut lives = vec![(0, Fatal::Never)];
+    lives.extend((1..=scenario.writes).map(|number| (number, Fatal::Nth(number))));
     while let Some(&(number, _)) = lives.last() {
         let outcomes =
             std::mem::take(&mut lives).into_iter().map(|(number, fatal)| live(stage, scenario, number, fatal));
@@ -72,8 +70,9 @@ pub async fn sweep(stage: &Stage, scenario: &Scenario) -> Result<()> {
                 Ok(life) => {
                     let last = life.gate.last_writes();
                     kills += last.len();
-                    all_the_way |= last.is_empty();
-                    certain = &certain & &kinds(life.gate.writes());
+                    all_the_way |= last.is_empty() && life.crashes();
+                    let all = kinds(life.gate.writes());
+                    certain = Some(certain.map_or_else(|| all.clone(), |certain| &certain & &all));
                     met.append(&mut kinds(last));
                 }
                 Err(failure) => {
@@ -87,9 +86,10 @@ pub async fn sweep(stage: &Stage, scenario: &Scenario) -> Result<()> {
         }
         // Parallel writes come in a different order each time: kinds that all lives have and none was killed after get
         // a life of their own.
-        let missed: BTreeSet<_> = &certain - &met;
+        let missed = &certain.clone().unwrap_or_default() - &met;
         if !all_the_way {
-            lives.push((number + 1, Fatal::Nth(number + 1)));
+            let more = number + 1..=number + MORE;
+            lives.extend(more.map(|number| (number, Fatal::Nth(number))));
         } else if !missed.is_empty() {
             lives.push((number + 1, Fatal::First(missed)));
         }
@@ -122,6 +122,7 @@ pub struct Life<'a> {
     pub stage: &'a Stage,
     /// Also the name of the cluster, so that records, queues and machines are this life's own.
     pub namespace: String,
+    pub number: usize,
     gate: Arc<Gate>,
     kubeconfig: PathBuf,
     github_url: String,
@@ -145,7 +146,7 @@ impl<'a> Life<'a> {
             "clusters": [cluster], "contexts": [context], "users": [{"name": "gate", "user": {}}],
         });
         fs::write(&kubeconfig, config.to_string())?;
-        Ok(Self { stage, namespace, gate, kubeconfig, github_url: format!("{github}{API}"), aws_url })
+        Ok(Self { stage, namespace, number, gate, kubeconfig, github_url: format!("{github}{API}"), aws_url })
     }
 
     async fn play(&'a self, scenario: &Scenario) -> Result<()> {
@@ -186,6 +187,10 @@ impl<'a> Life<'a> {
                 }
             }
         }
+    }
+
+    fn crashes(&self) -> bool {
+        self.number > 0
     }
 
     /// Begins the next stage; the one before has settled.
