@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn the_time_of_a_record_counts_from_its_first_read() {
         let at = |second| Timestamp::from_second(second).unwrap();
-        let item = paddock_record::key(paddock_record::entity::INSTANCE, "i-1");
+        let item = paddock_record::instance_key("i-1");
         let mut record = Instance::from_item(&item);
         (record.threshold, record.updated_at) = (Some(at(900)), at(800));
         let first = Lifetime::of(&record, None, at(10));

@@ -97,7 +97,7 @@ impl Transition {
 }
 
 /// What transitions of an existing record may set.
-const MUTABLE_ATTRIBUTES: [&str; 12] = [
+const MUTABLE_ATTRIBUTES: [&str; 13] = [
     a::STATE,
     a::RUN_ID,
     a::THRESHOLD,

@@ -55,7 +55,7 @@ impl Drop for HostileJob {
 async fn flood(cloud: Cloud, id: String) -> Result<()> {
     let detail = "x".repeat(FLOOD);
     let signal =
-        WorkerSignal { detail: detail.clone(), ..WorkerSignal::new(&id, Signal::Registered, "1", Timestamp::now()) };
+        WorkerSignal { detail: detail.clone(), ..WorkerSignal::new(&id, Signal::Registered, "1", 1, Timestamp::now()) };
     cloud.forge(&signal).await?;
     let beat = Heartbeat { instance_id: id, updated_at: Timestamp::now(), public_key: None };
     let mut item = beat.to_item(&machine_arns());

@@ -17,10 +17,16 @@ use crate::fixture::{
 const FIVE_MINUTES: i64 = 300;
 
 /// Far shorter than the skew, even with the minute that an agent gives itself; long enough to leave GitHub in.
-const IDLE: i64 = 120;
+const IDLE: i64 = 60;
 
-fn settings(warm: u32) -> Value {
-    json!({ "minIdle": warm, "maxInstances": 2, "lifetimes": { "idle": format!("{IDLE}s") } })
+/// No machine is launched beside `most`: of more than are kept warm, the oldest ends when its idle time is over.
+fn settings(warm: u32, most: u32) -> Value {
+    json!({
+        "minIdle": warm, "maxInstances": most,
+        "lifetimes": { "idle": format!("{IDLE}s") },
+        // Machines that have served a claim are kept warm too.
+        "reuse": { "scope": "Pool" },
+    })
 }
 
 pub async fn operator_five_minutes_ahead_harms_nothing(world: &World) -> Result<()> {
@@ -34,7 +40,7 @@ pub async fn operator_five_minutes_behind_harms_nothing(world: &World) -> Result
 async fn operator_serves(world: &World, ahead: i64, run: &str) -> Result<()> {
     world.start_operator_ahead(ahead).await?;
     let outcome = async {
-        let pool = Ec2Pool::new(world, settings(1)).await?;
+        let pool = Ec2Pool::new(world, settings(1, 1)).await?;
         let id = pool.the(State::Idle).await?;
         serve(&pool, run, 1).await?;
         until_renewed(&pool, &id).await?;
@@ -51,7 +57,7 @@ async fn operator_serves(world: &World, ahead: i64, run: &str) -> Result<()> {
 
 /// A claimed machine and an idle one outlive a leader with the right time, and the next one, whose clock is wrong.
 pub async fn next_leader_five_minutes_ahead_ends_no_machine(world: &World) -> Result<()> {
-    let pool = Ec2Pool::new(world, settings(1)).await?;
+    let pool = Ec2Pool::new(world, settings(1, 2)).await?;
     let claimed = pool.the(State::Idle).await?;
     world.stage.machines.freeze(&claimed)?;
     pool.claim("build", "11203", json!({})).await?;
@@ -79,10 +85,10 @@ pub async fn machines_five_minutes_ahead_and_behind_are_served_and_named(world: 
     let machines = &world.stage.machines;
     let outcome = async {
         machines.set_env(faketime::ahead(FIVE_MINUTES)?);
-        let pool = Ec2Pool::new(world, settings(1)).await?;
+        let pool = Ec2Pool::new(world, settings(1, 1)).await?;
         let ahead = pool.the(State::Idle).await?;
         machines.set_env(faketime::ahead(-FIVE_MINUTES)?);
-        pool.set(settings(2)).await?;
+        pool.set(settings(2, 2)).await?;
         pool.until_pooled(2).await?;
         let behind = pool.ids(State::Idle).await?.into_iter().find(|id| *id != ahead).context("there are two")?;
         for (id, by) in [(&ahead, FIVE_MINUTES), (&behind, -FIVE_MINUTES)] {

@@ -100,7 +100,7 @@ fn a_machine_whose_heartbeat_stays_the_same_is_dead_whatever_its_clock_says() {
 fn the_skew_of_a_machine_is_that_of_a_heartbeat_that_was_just_written() {
     let mut it = Machine::new(record("i-1", State::Idle, "", at(0)), AgentReport::default(), at(0));
     let mut skew_after = |beat_at, read_at| {
-        it.read_heartbeat(Some(beat(at(beat_at))), at(read_at));
+        it.read_heartbeat(Some(beat(at(beat_at))), gap_max(), at(read_at));
         it.skew.map(|skew| skew.as_secs())
     };
     assert_eq!(skew_after(290, 2), None, "the first may have been there for long");
