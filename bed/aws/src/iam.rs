@@ -130,8 +130,7 @@ fn accesses(action: &str, body: &Value) -> Vec<Access> {
             .map(|(table, writes)| {
                 let writes = writes.as_array().into_iter().flatten().filter_map(|write| write.as_object());
                 let parts = writes.flat_map(|write| write.values());
-                let item = |part| item_of(part);
-                access(action, Some(table), parts.map(item).collect())
+                access(action, Some(table), parts.map(item_of).collect())
             })
             .collect(),
         // A transaction needs the action of each of its parts.

@@ -92,9 +92,10 @@ impl Ec2Context {
 
 pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
     let metrics = context.shared.metrics.clone();
+    let pause = || context.ledger.heartbeat_pause(|machine| heartbeat_limit(&context, machine));
     tokio::join!(
         every("ledger", LEDGER_RELOAD_PERIOD, metrics.clone(), stop.clone(), || reload(&context)),
-        paced("heartbeats", || context.ledger.heartbeat_pause(), metrics, stop.clone(), || heartbeats(&context)),
+        paced("heartbeats", pause, metrics, stop.clone(), || heartbeats(&context)),
         context.ledger.listen(stop.clone()),
         worker_mirror::run(context.clone(), stop.clone()),
         pool::run(context.clone(), stop.clone()),
@@ -104,16 +105,17 @@ pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
 }
 
 async fn heartbeats(context: &Ec2Context) -> Result<(), Error> {
-    let pools = &context.shared.stores.pools.store;
-    let limit = |machine: &Machine| {
-        let key = PoolKey::parse(&machine.record.pool);
-        let pool = key.and_then(|key| pools.get(&reference(&key.namespace, &key.name)));
-        let timeouts = pool.and_then(|pool| Some(pool.spec.ec2.as_ref()?.timeouts.heartbeat));
-        SignedDuration::from(timeouts.unwrap_or_else(|| Ec2Timeouts::default().heartbeat))
-    };
-    let read = context.ledger.read_heartbeats(limit).await;
+    let read = context.ledger.read_heartbeats(|machine| heartbeat_limit(context, machine)).await;
     measure_clocks(context);
     Ok(read?)
+}
+
+/// How long a machine may be silent.
+fn heartbeat_limit(context: &Ec2Context, machine: &Machine) -> SignedDuration {
+    let key = PoolKey::parse(&machine.record.pool);
+    let pool = key.and_then(|key| context.shared.stores.pools.store.get(&reference(&key.namespace, &key.name)));
+    let limit = pool.and_then(|pool| Some(pool.spec.ec2.as_ref()?.timeouts.heartbeat));
+    SignedDuration::from(limit.unwrap_or_else(|| Ec2Timeouts::default().heartbeat))
 }
 
 fn measure_clocks(context: &Ec2Context) {

@@ -21,10 +21,13 @@ pub const HEARTBEATS_PER_READ: usize = 100;
 /// How often each heartbeat is read, unless there are too many of them.
 const HEARTBEAT_READ_PERIOD: Duration = Duration::from_secs(2);
 
-/// The time between two calls that read heartbeats. 1,100 machines take 11 calls in 4.4 s: 2.5 calls a second, of the 3
+/// The time between two calls that read heartbeats. 1,100 machines take 11 calls in 4.6 s: 2.4 calls a second, of the 3
 /// that a settled system may make. Each of those machines is still found dead within 5 s of its time: a read is up to
-/// 4.4 s late, and the one that decides is not (see [`HeartbeatReads::order`]).
-const HEARTBEAT_CALL_PERIOD: Duration = Duration::from_millis(400);
+/// 4.6 s late, and the one that decides is not (see [`HeartbeatReads::order`] and [`HeartbeatReads::pause`]).
+const HEARTBEAT_CALL_PERIOD: Duration = Duration::from_millis(420);
+
+/// The least time between two of those calls, where one is made early to decide about a machine.
+const HEARTBEAT_CALL_MIN: Duration = Duration::from_millis(50);
 
 /// The least that the time between two reads may count as silence, however often they are made.
 const READ_GAP_MAX: Duration = Duration::from_secs(4);
@@ -41,13 +44,21 @@ impl HeartbeatReads {
     }
 
     /// The time between two calls: they are spread over the period.
-    pub fn pause(self) -> Duration {
+    fn spacing(self) -> Duration {
         (HEARTBEAT_READ_PERIOD / self.calls).max(HEARTBEAT_CALL_PERIOD)
+    }
+
+    /// The pause until the next call, which is made early if the silence of a machine passes its limit before. `decisions`
+    /// are [`HeartbeatReads::decision`] of each machine.
+    pub fn pause(self, decisions: impl Iterator<Item = Option<SignedDuration>>) -> Duration {
+        let soonest = decisions.flatten().min().and_then(|left| Duration::try_from(left).ok());
+        let early = soonest.map(|left| left.max(HEARTBEAT_CALL_MIN));
+        early.map_or(self.spacing(), |early| early.min(self.spacing()))
     }
 
     /// The time between two reads of one heartbeat.
     pub fn period(self) -> Duration {
-        self.pause() * self.calls
+        self.spacing() * self.calls
     }
 
     /// The most that the time between two reads counts as silence: if it was longer, the table could not be read, and
@@ -56,12 +67,17 @@ impl HeartbeatReads {
         SignedDuration::try_from((self.period() * 5 / 4).max(READ_GAP_MAX)).unwrap_or(SignedDuration::MAX)
     }
 
-    /// Sorts by the order in which machines are read: first those whose silence passes its limit now, so that one read
-    /// decides whether they are dead, then those that were read the longest ago.
+    /// Sorts by the order in which machines are read: first those whose silence has passed its limit since, so that one
+    /// read decides whether they are dead, then those that were read the longest ago.
     pub fn order(machine: &Machine, limit: SignedDuration, now: Timestamp) -> (bool, Timestamp) {
-        let silent = machine.silent + now.duration_since(machine.read_at);
-        let decides = machine.has_spoken() && machine.silent <= limit && silent > limit;
+        let decides = machine.has_spoken() && machine.silent <= limit && machine.silence(now) > limit;
         (!decides, machine.read_at)
+    }
+
+    /// The time until the silence of a machine has passed its limit, unless it has or the agent has never spoken.
+    pub fn decision(machine: &Machine, limit: SignedDuration, now: Timestamp) -> Option<SignedDuration> {
+        let left = limit - machine.silence(now);
+        (machine.has_spoken() && left.is_positive()).then(|| left + SignedDuration::from_millis(1))
     }
 }
 
@@ -130,6 +146,11 @@ impl Machine {
             _ if self.has_spoken() => self.silent += gap,
             _ => {}
         }
+    }
+
+    /// How long its heartbeat has been the same, if it still is.
+    fn silence(&self, now: Timestamp) -> SignedDuration {
+        self.silent + now.duration_since(self.read_at)
     }
 
     /// Whether its agent has ever sent a heartbeat. An earlier leader may have seen it.

@@ -4,7 +4,7 @@ use aws_sdk_dynamodb::{
     Client,
     config::{BehaviorVersion, Credentials, Region},
 };
-use axum::{Json, Router, extract::State, http::HeaderMap, routing::post};
+use axum::{Json, Router, body::Bytes, extract::State, http::HeaderMap, routing::post};
 use serde_json::{Value, json};
 
 use super::*;
@@ -19,7 +19,8 @@ struct Table {
     calls: Arc<Mutex<Vec<usize>>>,
 }
 
-async fn serve(State(table): State<Table>, headers: HeaderMap, Json(request): Json<Value>) -> Json<Value> {
+async fn serve(State(table): State<Table>, headers: HeaderMap, body: Bytes) -> Json<Value> {
+    let request: Value = serde_json::from_slice(&body).unwrap();
     if headers["x-amz-target"].to_str().unwrap().ends_with("DescribeTable") {
         let arn = "arn:aws:dynamodb:us-east-1:123456789012:table/paddock-ci";
         return Json(json!({ "Table": { "TableArn": arn, "TableStatus": "ACTIVE" } }));

@@ -318,8 +318,8 @@ impl Ledger {
     }
 
     /// The pause until the next of those reads.
-    pub fn heartbeat_pause(&self) -> Duration {
-        self.index().heartbeat_reads().pause()
+    pub fn heartbeat_pause(&self, limit: impl Fn(&Machine) -> SignedDuration) -> Duration {
+        self.index().heartbeat_pause(limit, clock::now())
     }
 
     /// Polls the reports of awaited agents until `stop`; sleeps while none is awaited.
