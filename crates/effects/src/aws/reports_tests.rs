@@ -30,7 +30,10 @@ async fn serve(State(table): State<Table>, headers: HeaderMap, body: Bytes) -> J
     let keys = wanted["Keys"].as_array().unwrap().clone();
     table.calls.lock().unwrap().push(keys.len());
     let (items, left) = (table.answer)(keys);
-    let unread = if left.is_empty() { json!({}) } else { json!({ "paddock-ci": { "Keys": left } }) };
+    // In the form of the request, as DynamoDB has it.
+    let mut rest = wanted.clone();
+    rest["Keys"] = json!(left);
+    let unread = if left.is_empty() { json!({}) } else { json!({ "paddock-ci": rest }) };
     Json(json!({ "Responses": { "paddock-ci": items }, "UnprocessedKeys": unread }))
 }
 
