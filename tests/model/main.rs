@@ -1,16 +1,18 @@
-//! A model of the EC2 pool's protocol, checked exhaustively: pickup, claim, fleet, release, termination, sweep, and a
-//! crash of the operator between any two writes, combined with what SQS, EC2, agents and time may do meanwhile.
+//! A model of the EC2 pool's protocol, checked exhaustively: pickup, claim, fleet, wait, release, termination, sweep,
+//! and a crash of the operator between any two writes, combined with what SQS, EC2, agents, users and time may do
+//! meanwhile.
 //!
 //! **Files.** `world.rs`: the state. `operator.rs`: the leader's next write. `protocol.rs`: every action and its
-//! effect. `transitions.rs`: changes of records. `properties.rs`: the invariants. This file: the bounds of the search,
-//! and mutants that each break one rule, with the shortest counterexample. `cargo test --test model -- --nocapture`
-//! shows these.
+//! effect. `transitions.rs`: records as the operator's types, and their changes. `properties.rs`: the invariants.
+//! `mutant.rs`: defects. This file: the bounds of the search, and the property that each mutant breaks, with the
+//! shortest counterexample. `cargo test --test model -- --nocapture` shows these.
 //!
-//! **Real code.** `ec2::claim::decide` and `surplus`, `ec2::upkeep::upkeep`, `ec2::matching::pick` and `Exhaustion`
-//! make the decisions. The functions of `paddock_record::transition` change records, `Transition::holds` checks the
-//! condition of a write, and `State::may_become` defines the allowed transitions. The model converts its records to
-//! their types. The controllers' use of a decision and the agent are modelled by hand, each under the name of the
-//! original: change both together.
+//! **Real code.** `ec2::claim::decide` and `surplus`, `ec2::waiting_line::admit_last`, `upkeep`, `is_abandoned` and
+//! `lost` of `ec2::upkeep`, `ec2::matching::pick` and `Exhaustion` make the decisions. `Instance::serves` tells whose
+//! a machine is, the functions of `paddock_record::transition` change records, `Transition::holds` checks the condition
+//! of a write, and `State::may_become` defines the allowed transitions. The model converts its records to their types.
+//! The controllers' use of a decision and the agent are modelled by hand, each under the name of the original: change
+//! both together.
 //!
 //! **Two leaders.** Only one replica leads. A former leader is modelled as a single write in flight that may arrive at
 //! any later time; the new leader knows the table as of its takeover or its last read. Within one leader, writes to
@@ -23,10 +25,19 @@
 //! **Which machine.** An empty receive proves nothing: a claim that finds the queue empty checks the ledger next, and
 //! takes a free machine without its message. It orders a new one only if no fitting machine is free or being claimed.
 //!
+//! **A claim made again.** The first claim can be removed by force at any moment, whatever it holds, and made again
+//! under its name and run, as the second claim of the model: another uid tells them apart. The second one may also
+//! follow an orderly deletion.
+//!
+//! **A machine that dies.** EC2 can take any machine (`kills`); the sweep finds it. A machine in the pool can die or
+//! freeze while EC2 shows it as running (`deaths`): then its heartbeat does not change any more, its agent does
+//! nothing, and every timeout of its record passes.
+//!
 //! **Left out.** Time has three ages: fresh, late (past every timeout), expired. A sweep may find an orphan at once,
-//! not only after a minute. A fleet is limited by EC2's capacity; AWS errors are requests that did not arrive. Tokens,
-//! missing heartbeats, the pool's size and deletion, and two claims of one run are not modelled. A message has no
-//! threshold of its own: an outdated one is as valid as its record.
+//! not only after a minute, and silence counts at once. A fleet is limited by EC2's capacity; AWS errors are requests
+//! that did not arrive. The leader knows at once which claims exist. Tokens, the silence of machines outside the pool,
+//! the pool's size and deletion, and two claims of one run at a time are not modelled. A message has no threshold of
+//! its own: an outdated one is as valid as its record.
 //!
 //! **Rules found by the checker.** It found four violations of the invariants. The code now prevents them, and the
 //! mutants `ForgetsLeaving`, `ForgetsClaims`, `KeepsSurplus` and `RestoresByCount` restore the old behaviour:
@@ -39,21 +50,23 @@
 //! - a leader sends a message for each idle machine for which it has not sent one yet. Otherwise an obsolete message
 //!   counts in place of one that was never sent.
 
+mod mutant;
 mod operator;
 mod properties;
 mod protocol;
 mod transitions;
 mod world;
 
+use mutant::Mutant;
 use properties::*;
 use protocol::{
-    Mutant, Protocol,
+    Protocol,
     Start::{Absent, Never, Pooled, Warming},
 };
 use stateright::{Checker, HasDiscoveries, Model};
 use world::Faults;
 
-const NO_FAULTS: Faults = Faults { crashes: 0, messages: 0, ticks: 0, kills: 0 };
+const NO_FAULTS: Faults = Faults { crashes: 0, messages: 0, ticks: 0, kills: 0, deaths: 0 };
 
 /// Two claims and one machine.
 const REUSE: Protocol = Protocol {
@@ -61,6 +74,7 @@ const REUSE: Protocol = Protocol {
     counts: [1, 1],
     max: 2,
     deletable: 2,
+    again: false,
     keep_warm: false,
     faults: Faults { crashes: 1, messages: 1, ..NO_FAULTS },
     mutant: Mutant::None,
@@ -86,6 +100,17 @@ const WARM: Protocol = Protocol {
 /// Two claims, each for every machine of a full pool.
 const COMPETE: Protocol =
     Protocol { machines: [Pooled, Pooled], counts: [2, 2], faults: Faults { crashes: 1, ..NO_FAULTS }, ..REUSE };
+
+/// A claim that is removed by force or deleted, and made again under its name and run.
+const AGAIN: Protocol = Protocol { machines: [Pooled, Absent], again: true, faults: NO_FAULTS, ..REUSE };
+
+/// A machine that dies in the pool, and one that may replace it.
+const DEATH: Protocol = Protocol {
+    machines: [Pooled, Absent],
+    counts: [1, 0],
+    faults: Faults { crashes: 1, deaths: 1, ..NO_FAULTS },
+    ..REUSE
+};
 
 fn holds(protocol: Protocol) {
     let checker = protocol.checker().finish_when(HasDiscoveries::AnyFailures).spawn_bfs().join();
@@ -130,7 +155,42 @@ fn of_two_claims_for_too_few_machines_one_is_served_and_one_holds_nothing() {
 
 #[test]
 fn i5_two_claims_that_hold_half_of_what_each_needs_wait_for_ever() {
-    breaks(Protocol { mutant: Mutant::HoldsWhileItWaits, ..COMPETE }, CONVERGES);
+    breaks(Protocol { mutant: Mutant::HoldsWhileItWaits, faults: NO_FAULTS, ..COMPETE }, CONVERGES);
+}
+
+#[test]
+fn a_claim_made_again_gets_its_own_machines_and_those_of_the_old_one_are_reclaimed() {
+    holds(AGAIN);
+    holds(Protocol { machines: [Absent, Absent], ..AGAIN });
+    holds(Protocol { machines: [Pooled, Pooled], faults: Faults { crashes: 1, ..NO_FAULTS }, deletable: 0, ..AGAIN });
+}
+
+#[test]
+fn i1_a_claim_that_owns_by_name_and_run_is_served_with_the_machines_of_another() {
+    breaks(Protocol { mutant: Mutant::OwnsByName, ..AGAIN }, STOLEN);
+    breaks(Protocol { mutant: Mutant::OwnsByName, ..AGAIN }, ALL_OR_NOTHING);
+}
+
+#[test]
+fn i2_a_claim_removed_by_force_keeps_its_machines_if_none_reclaims_them() {
+    breaks(Protocol { mutant: Mutant::NeverReclaims, ..AGAIN }, ALL_OR_NOTHING);
+}
+
+#[test]
+fn a_machine_that_dies_in_the_pool_is_found_and_costs_no_claim() {
+    holds(DEATH);
+    holds(Protocol { machines: [Pooled, Pooled], faults: Faults { deaths: 1, ..NO_FAULTS }, counts: [1, 1], ..DEATH });
+}
+
+#[test]
+fn i2_a_machine_that_dies_in_the_pool_stays_there_if_its_silence_does_not_count() {
+    breaks(Protocol { mutant: Mutant::IgnoresSilence, ..DEATH }, LEAK);
+}
+
+#[test]
+fn i2_without_a_sweep_a_machine_that_ec2_took_stays_in_the_pool() {
+    let taken = Faults { kills: 1, ..NO_FAULTS };
+    breaks(Protocol { mutant: Mutant::NeverSweeps, faults: taken, ..DEATH }, LEAK);
 }
 
 #[test]
@@ -182,7 +242,7 @@ fn i2_an_order_without_a_token_of_its_own_is_launched_twice() {
 
 #[test]
 fn i2_without_a_sweep_a_crash_after_create_fleet_leaks_a_machine() {
-    breaks(Protocol { mutant: Mutant::NeverSweeps, ..FLEET }, LEAK);
+    breaks(Protocol { mutant: Mutant::NeverSweeps, faults: Faults { crashes: 1, ..NO_FAULTS }, ..FLEET }, LEAK);
 }
 
 #[test]
@@ -193,7 +253,7 @@ fn i1_a_late_renewal_undoes_a_release_unless_it_names_the_leaving_it_saw() {
 
 #[test]
 fn i1_a_late_write_undoes_the_second_release_of_a_claim_unless_it_names_the_assignment() {
-    breaks(Protocol { mutant: Mutant::ForgetsClaims, ..COMPETE }, OWNER);
+    breaks(Protocol { mutant: Mutant::ForgetsClaims, counts: [2, 0], deletable: 1, ..COMPETE }, OWNER);
 }
 
 #[test]
@@ -203,9 +263,9 @@ fn i1_a_signal_of_the_first_claim_of_a_run_pools_a_machine_that_serves_the_secon
 
 #[test]
 fn i4_a_claim_served_twice_keeps_one_too_many_or_waits_for_ever() {
-    let twice = Protocol { mutant: Mutant::KeepsSurplus, machines: [Pooled, Pooled], counts: [1, 0], ..FLEET };
-    breaks(twice.clone(), ALL_OR_NOTHING);
-    breaks(twice, CONVERGES);
+    let twice = |faults| Protocol { mutant: Mutant::KeepsSurplus, counts: [1, 0], deletable: 0, faults, ..COMPETE };
+    breaks(twice(Faults { crashes: 1, ..NO_FAULTS }), ALL_OR_NOTHING);
+    breaks(twice(Faults { crashes: 2, ..NO_FAULTS }), CONVERGES);
 }
 
 #[test]

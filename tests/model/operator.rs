@@ -3,24 +3,26 @@
 
 use std::{sync::LazyLock, time::Duration};
 
+use jiff::SignedDuration;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use paddock_core::{
     api::{ClaimPhase, Ec2Pool, FINALIZER, LaunchOrder, LaunchTemplate, RunnerClaim, RunnerClaimSpec, UsageClass},
     ec2::{
         capacity_memory::CapacityMemory,
         claim::{Applied, ClaimAction, ClaimFacts, PoolView, Supply, decide, surplus},
-        machine::{AgentReport, Machine as Ec2Machine},
+        machine::Machine as Ec2Machine,
         matching::{Availability, EMPTY_POLLS, Exhaustion, Pickup, pick},
         requirements::Requirements,
-        upkeep::{Upkeep, upkeep},
+        upkeep::{Ec2State, Upkeep, is_abandoned, lost, upkeep},
         waiting_line::{Admission, OpenClaim, Stock, admit_last},
     },
 };
-use paddock_record::{Heartbeat, IdleMessage, Signal, State, WorkerSignal};
+use paddock_record::{IdleMessage, Instance, State};
 
 use crate::{
-    protocol::{Mutant, Protocol},
-    transitions::{KEY, NOW, instance, run_id},
+    mutant::Mutant,
+    protocol::Protocol,
+    transitions::{NOW, SILENT, instance, tracked},
     world::*,
 };
 
@@ -73,20 +75,52 @@ fn give_back(world: &World, id: usize, seen: Record) -> Option<Write> {
 }
 
 impl Protocol {
+    pub fn owner(&self, claim: usize) -> Owner {
+        Owner { uid: claim, run: if self.again { 0 } else { claim } }
+    }
+
+    /// Whether the operator counts a machine as the claim's.
+    fn serves(&self, record: &Instance, claim: usize) -> bool {
+        let mut record = record.clone();
+        if self.mutant == Mutant::OwnsByName {
+            record.claim_uid.clear();
+        }
+        record.serves(self.owner(claim).claim_ref())
+    }
+
+    /// `Ledger::of_claim`, without what has ended.
+    fn holds(&self, record: &Record, claim: usize) -> bool {
+        record.is_live() && record.owner.is_some() && self.serves(&instance(0, record, Age::Fresh), claim)
+    }
+
+    /// A record of the model as the operator's type.
+    fn tracked(&self, id: usize, record: &Record, machine: &Machine) -> Ec2Machine {
+        let deaf = self.mutant == Mutant::IgnoresSilence;
+        let mut machine = *machine;
+        if self.mutant == Mutant::CountsOldSignals {
+            machine.signal = machine.signal.map(|(signal, run, _)| (signal, run, record.claims));
+        }
+        tracked(id, record, &machine, if deaf { SignedDuration::ZERO } else { SILENT })
+    }
+
     /// `Work::run`, up to the next write.
     pub fn claim(&self, world: &World, claim: usize) -> Next {
         let (memory, ledger) = (world.leader.claims[claim], world.leader.ledger);
-        let Some(seen) = world.claims[claim].filter(|_| memory.next.is_none()) else { return Next::Nothing };
+        if memory.next.is_some() {
+            return Next::Nothing;
+        }
+        // Even if the claim is gone by now: it was there when the candidate was received.
         if let Some(id) = memory.candidate {
             return Next::Write(self.claim_one(world, claim, id));
         }
+        let Some(seen) = world.claims[claim] else { return Next::Nothing };
         let launched = (0..MACHINES).filter(|id| memory.fleet.is_some_and(|ids| ids[*id]));
-        let launches = launched.filter_map(|id| apply(world, id, ledger[id], Change::Launch(claim)));
+        let launches = launched.filter_map(|id| apply(world, id, ledger[id], Change::Launch(self.owner(claim))));
         if let Some(write) = launches.into_iter().next() {
             return Next::Write(write);
         }
         let known = ledger.iter().enumerate().filter_map(|(id, record)| Some((id, (*record)?)));
-        let held: Vec<_> = known.filter(|(_, record)| record.is_live() && record.run == Some(claim)).collect();
+        let held: Vec<_> = known.filter(|(_, record)| self.holds(record, claim)).collect();
         let status = |phase, order| Next::Write(Write::Status(claim, phase, order));
         // The answer to the order is in the leader's memory; the claim's status follows.
         let launched = memory.fleet.map(|ids| ids.into_iter().filter(|there| *there).count() as u32);
@@ -144,17 +178,6 @@ impl Protocol {
         }
     }
 
-    /// A record of the model as the operator's type.
-    fn tracked(&self, id: usize, record: &Record, machine: &Machine) -> Ec2Machine {
-        let beat = Heartbeat { instance_id: String::new(), updated_at: NOW, public_key: Some(KEY.clone()) };
-        let signal = |(signal, run, claims): (Signal, Option<usize>, u8)| {
-            let claims = if self.mutant == Mutant::CountsOldSignals { record.claims } else { claims };
-            WorkerSignal::new("", signal, &run_id(run), claims.into(), NOW)
-        };
-        let report = AgentReport { heartbeat: machine.signal.map(|_| beat), signal: machine.signal.map(signal) };
-        Ec2Machine::new(instance(id, record, machine.age), report, NOW)
-    }
-
     fn pool_spec(&self) -> &'static Ec2Pool {
         &POOLS[self.max as usize]
     }
@@ -167,7 +190,7 @@ impl Protocol {
                 Order::Placed(count) => count,
                 Order::None | Order::Settled => 0,
             };
-            let own = leader.ledger.iter().flatten().filter(|record| record.is_live() && record.run == Some(claim));
+            let own = leader.ledger.iter().flatten().filter(|record| self.holds(record, claim));
             Some(self.counts[claim].saturating_sub(own.count() as u32).saturating_sub(ordered))
         };
         let is_open =
@@ -183,7 +206,7 @@ impl Protocol {
         }
         let others = (0..CLAIMS).filter(|other| *other != claim).filter_map(|other| match world.claims[other]?.order {
             Order::Placed(count) => {
-                let recorded = |id: usize| leader.ledger[id].is_some_and(|record| record.run == Some(other));
+                let recorded = |id: usize| leader.ledger[id].is_some_and(|record| self.holds(&record, other));
                 Some(count.saturating_sub((0..MACHINES).filter(|id| recorded(*id)).count() as u32))
             }
             Order::None | Order::Settled => None,
@@ -261,24 +284,33 @@ impl Protocol {
         for (id, machine) in world.machines.iter().enumerate().filter(|_| leader.pool.is_none()) {
             let entering = leader.claims.iter().any(|memory| memory.fleet.is_some_and(|ids| ids[id]));
             let known = leader.ledger[id];
-            let kept = known
-                .map(|seen| (seen, upkeep(&self.tracked(id, &seen, machine), self.pool_spec(), self.keep_warm, NOW)));
-            writes.extend(kept.and_then(|(seen, upkeep)| match upkeep {
-                Upkeep::Leave => None,
-                Upkeep::Warm => {
-                    let up = apply(world, id, known, Change::WarmUp);
-                    up.or_else(|| apply(world, id, known, Change::MakeIdle))
-                }
-                Upkeep::Pool => Some(Write::SendMessages(only(id), Some(seen))),
-                Upkeep::Renew => apply(world, id, known, Change::Renew),
-                Upkeep::End(..) => end(world, id, seen),
-            }));
+            let known_as = known.map(|seen| (seen, self.tracked(id, &seen, machine)));
+            let exists = |record: &Instance| (0..CLAIMS).any(|c| world.claims[c].is_some() && self.serves(record, c));
+            let keep_up =
+                |(seen, tracked): &(Record, Ec2Machine)| match upkeep(tracked, self.pool_spec(), self.keep_warm, NOW) {
+                    Upkeep::Leave if is_abandoned(&tracked.record, exists) && self.mutant != Mutant::NeverReclaims => {
+                        give_back(world, id, *seen)
+                    }
+                    Upkeep::Leave => None,
+                    Upkeep::Warm => {
+                        let up = apply(world, id, known, Change::WarmUp);
+                        up.or_else(|| apply(world, id, known, Change::MakeIdle))
+                    }
+                    Upkeep::Pool => Some(Write::SendMessages(only(id), Some(*seen))),
+                    Upkeep::Renew => apply(world, id, known, Change::Renew),
+                    Upkeep::End(..) => end(world, id, *seen),
+                };
+            writes.extend(known_as.as_ref().and_then(keep_up));
+            let state =
+                (machine.ec2 != Ec2::Absent).then_some(Ec2State { gone: machine.ec2 == Ec2::Gone, reclaimed: false });
+            let is_lost = known_as.is_some_and(|(_, tracked)| lost(&tracked, state, true).is_some());
             writes.extend(match (machine.ec2, known) {
-                (Ec2::Running, None) if !entering && self.mutant != Mutant::NeverSweeps => Some(Write::Terminate(id)),
-                (Ec2::Running, Some(seen)) if !seen.is_live() => Some(Write::Terminate(id)),
-                (Ec2::Gone, Some(seen)) if seen.is_live() => end(world, id, seen),
                 // `registrations::check`: GitHub has no runner of a terminated machine.
-                (Ec2::Gone, Some(_)) => apply(world, id, known, Change::RunnerGone),
+                (Ec2::Gone, Some(seen)) if !seen.is_live() => apply(world, id, known, Change::RunnerGone),
+                _ if self.mutant == Mutant::NeverSweeps => None,
+                (Ec2::Running, None) if !entering => Some(Write::Terminate(id)),
+                (Ec2::Running, Some(seen)) if !seen.is_live() => Some(Write::Terminate(id)),
+                (_, Some(seen)) if is_lost => end(world, id, seen),
                 _ => None,
             });
         }
@@ -306,7 +338,7 @@ impl Protocol {
     fn claim_one(&self, world: &World, claim: usize, id: usize) -> Write {
         let seen = world.leader.ledger[id].filter(|_| world.machines[id].age != Age::Expired);
         let seen = seen.map(|seen| self.without_leaving(seen));
-        apply(world, id, seen, Change::Claim(claim)).unwrap_or(Write::PutBack(claim))
+        apply(world, id, seen, Change::Claim(self.owner(claim))).unwrap_or(Write::PutBack(claim))
     }
 
     /// The record as `IgnoresLeaving` sees it.
@@ -332,8 +364,8 @@ impl Protocol {
             known => known,
         };
         // What it says is as valid as the record.
-        let record = world.leader.ledger[id]
-            .map_or(Record::new(State::Idle, None), |seen| Record { state: State::Idle, ..seen });
+        let record =
+            world.leader.ledger[id].map_or(Record::new(State::Idle), |seen| Record { state: State::Idle, ..seen });
         let body = self.tracked(id, &record, &world.machines[id]).idle_message().write();
         pick(&[body], &mut [(needs(), 1)], known, NOW).swap_remove(0)
     }

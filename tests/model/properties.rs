@@ -6,9 +6,9 @@ use stateright::Property;
 use crate::{protocol::Protocol, world::*};
 
 pub const OWNER: &str = "I1: a machine is registered for its owner alone, and a free one not at all";
-pub const STOLEN: &str = "I1: an owner is never replaced";
+pub const STOLEN: &str = "I1: an owner is never replaced, and no claim changes another's machine";
 pub const ONCE: &str = "I2: an order is launched once";
-pub const LEAK: &str = "I2: in quiet, every machine has a live record, and every live record a machine";
+pub const LEAK: &str = "I2: in quiet, every machine has a live record, and every live record a live machine";
 pub const STRAND: &str = "I3: in quiet, every idle machine has a message";
 pub const ALL_OR_NOTHING: &str =
     "I4: in quiet, a Ready claim holds its count of running machines, and a finished one none";
@@ -27,7 +27,7 @@ pub fn all() -> Vec<Property<Protocol>> {
         }),
         (LEAK, |protocol, world| {
             let agree = |(record, machine): (Option<Record>, Machine)| {
-                record.is_some_and(|record| record.is_live()) == (machine.ec2 == Ec2::Running)
+                record.is_some_and(|record| record.is_live()) == (machine.ec2 == Ec2::Running && !machine.dead)
             };
             world.pairs().all(agree) || !protocol.is_quiet(world)
         }),
@@ -58,8 +58,8 @@ fn ready(protocol: &Protocol, world: &World) -> bool {
 fn fits(record: Option<Record>, machine: Machine) -> bool {
     let Some(record) = record.filter(|_| machine.ec2 == Ec2::Running) else { return true };
     match record.state {
-        State::Created | State::Claimed => machine.serving.is_none() || machine.serving == record.run,
-        State::Running => machine.serving == record.run,
+        State::Created | State::Claimed => machine.serving.is_none() || machine.serving == record.run(),
+        State::Running => machine.serving == record.run(),
         State::Idle => machine.serving.is_none() || !record.is_free(),
         State::Terminated | State::Unknown => true,
     }
@@ -68,7 +68,7 @@ fn fits(record: Option<Record>, machine: Machine) -> bool {
 /// Whether a claim holds nothing, and there is not enough for it.
 fn waits(protocol: &Protocol, world: &World, claim: usize) -> bool {
     let live = world.table.iter().flatten().filter(|record| record.is_live());
-    let held = live.clone().filter(|record| record.run == Some(claim)).count();
+    let held = live.clone().filter(|record| record.is_held_by(claim)).count();
     let free = live.clone().filter(|record| record.is_free()).count();
     let absent = world.machines.iter().filter(|machine| machine.ec2 == Ec2::Absent).count();
     let room = (protocol.max as usize).saturating_sub(live.count());
@@ -76,7 +76,7 @@ fn waits(protocol: &Protocol, world: &World, claim: usize) -> bool {
 }
 
 fn whole(protocol: &Protocol, world: &World, claim: usize) -> bool {
-    let held: Vec<_> = world.table.iter().flatten().filter(|r| r.is_live() && r.run == Some(claim)).collect();
+    let held: Vec<_> = world.table.iter().flatten().filter(|record| record.is_held_by(claim)).collect();
     let count = protocol.counts[claim] as usize;
     match world.claims[claim].map(|claim| claim.phase) {
         Some(Phase::Working) => true,

@@ -5,40 +5,12 @@ use paddock_record::State;
 use stateright::{Model, Property};
 
 use crate::{
+    mutant::Mutant,
     operator::{Next, only},
     properties,
     transitions::{NOW, instance},
     world::*,
 };
-
-/// A deliberate defect of the protocol.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mutant {
-    None,
-    /// A message is deleted when it is received, and no message is restored.
-    DeletesFirst,
-    NeverRestores,
-    /// idle → claimed without a condition.
-    ClaimsBlindly,
-    /// idle → claimed even if `leaving` is set.
-    IgnoresLeaving,
-    /// Each `CreateFleet` has a new client token.
-    NewTokenPerOrder,
-    /// Orphans are not terminated.
-    NeverSweeps,
-    /// The condition of a write checks state and run, but neither `leaving` nor the number of claims.
-    ForgetsLeaving,
-    /// The condition of a write does not check the number of claims that a machine has been assigned to.
-    ForgetsClaims,
-    /// A signal counts for every claim of its run.
-    CountsOldSignals,
-    /// Machines beyond a claim's count are kept until their threshold.
-    KeepsSurplus,
-    /// Messages are restored by their number alone.
-    RestoresByCount,
-    /// A claim takes what there is, and keeps it while it waits for the rest.
-    HoldsWhileItWaits,
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Start {
@@ -60,6 +32,8 @@ pub struct Protocol {
     pub max: u32,
     /// How many claims, from the first, may be deleted.
     pub deletable: usize,
+    /// The second claim is the first one, removed by force or deleted, and made again under its name and run.
+    pub again: bool,
     pub keep_warm: bool,
     pub faults: Faults,
     pub mutant: Mutant,
@@ -87,15 +61,17 @@ pub enum Action {
     Agent(usize, Machine),
     /// A hidden message becomes visible again.
     Reappear(usize),
-    /// The record of a deleted claim expires; nothing else changes it.
-    Expire(usize),
     // The following may happen, but need not.
     Delete(usize),
+    /// The first claim's finalizer is removed by hand.
+    Remove,
+    MakeAgain,
     /// The leader dies or loses the lease, perhaps with a write in flight; the next one reads the table.
     Crash(Option<Write>),
     Redeliver(usize),
     Tick(usize),
     Kill(usize),
+    Die(usize),
 }
 
 impl World {
@@ -123,7 +99,6 @@ impl Protocol {
         actions.extend(sent.iter().map(|(who, _)| Action::Arrive(*who)));
         actions.extend((0..MACHINES).filter_map(|id| Some(Action::Agent(id, world.agent(id)?))));
         actions.extend((0..MACHINES).filter(|id| world.hidden[*id] > 0).map(Action::Reappear));
-        actions.extend((0..MACHINES).filter(|id| world.is_orphaned(*id)).map(Action::Expire));
         sent.into_iter().map(|(_, write)| write).collect()
     }
 
@@ -161,6 +136,10 @@ impl Protocol {
     fn faults(&self, world: &World, writes: Vec<Write>, actions: &mut Vec<Action>) {
         let deletable = |claim: &usize| world.claims[*claim].is_some_and(|claim| !claim.deleting);
         actions.extend((0..self.deletable).filter(deletable).map(Action::Delete));
+        if self.again {
+            let (there, made) = (world.claims[0].is_some(), world.made_again);
+            actions.extend(there.then_some(Action::Remove).or_else(|| (!made).then_some(Action::MakeAgain)));
+        }
         if world.left.crashes > 0 {
             // Other late writes are covered: a late termination is a kill, a late message is a redelivery, and a late
             // deletion has no effect.
@@ -179,6 +158,9 @@ impl Protocol {
             if world.left.kills > 0 && machine.ec2 == Ec2::Running {
                 actions.push(Action::Kill(id));
             }
+            if world.left.deaths > 0 && machine.ec2 == Ec2::Running && record.state == State::Idle && !machine.dead {
+                actions.push(Action::Die(id));
+            }
         }
     }
 
@@ -187,7 +169,11 @@ impl Protocol {
         let leads = who != Who::Former;
         match write {
             Write::Apply { id, seen, change } => {
+                let owner = world.table[id].and_then(|there| there.owner);
                 let won = self.apply(world, id, seen, change);
+                if let (Who::Claim(claim), true) = (who, won) {
+                    world.stolen |= owner.is_some_and(|owner| owner.uid != claim);
+                }
                 if leads {
                     world.reload(id);
                 }
@@ -277,8 +263,8 @@ impl Protocol {
             return false;
         }
         let next = Record::from(made.next());
-        let owner = there.and_then(|there| there.run);
-        world.stolen |= owner.is_some_and(|owner| next.run.is_some_and(|run| run != owner));
+        let owner = there.and_then(|there| there.owner);
+        world.stolen |= owner.is_some() && next.owner.is_some() && next.owner != owner;
         let arrow = |from: State| from == next.state || from.may_become(next.state);
         world.wrong_arrow |= there.is_some_and(|there| !arrow(there.state));
         world.table[id] = Some(next);
@@ -296,6 +282,7 @@ impl Model for Protocol {
     fn init_states(&self) -> Vec<World> {
         let claims = self.counts.map(|count| (count > 0).then(Claim::default));
         let mut world = World { claims, left: self.faults, ..World::default() };
+        world.claims[1] = world.claims[1].filter(|_| !self.again);
         for (id, start) in self.machines.into_iter().enumerate() {
             let (record, ec2, signal) = match start {
                 Start::Pooled => (Some(State::Idle), Ec2::Running, Some(SCRIPT_OK)),
@@ -303,7 +290,7 @@ impl Model for Protocol {
                 Start::Absent => (None, Ec2::Absent, None),
                 Start::Never => (None, Ec2::Gone, None),
             };
-            world.table[id] = record.map(|state| Record::new(state, None));
+            world.table[id] = record.map(Record::new);
             world.machines[id] = Machine { ec2, signal, ..Machine::default() };
             world.shown[id] = u8::from(start == Start::Pooled);
             world.leader.announced[id] = start == Start::Pooled;
@@ -350,8 +337,9 @@ impl Model for Protocol {
                 world.hidden[id] -= 1;
                 world.shown[id] += 1;
             }
-            Action::Expire(id) => world.machines[id].age = Age::Expired,
             Action::Delete(claim) => world.claims[claim] = world.claims[claim].map(|c| Claim { deleting: true, ..c }),
+            Action::Remove => world.claims[0] = None,
+            Action::MakeAgain => (world.claims[1], world.made_again) = (Some(Claim::default()), true),
             Action::Crash(late) => {
                 world.left.crashes -= 1;
                 world.late = late.or(world.late);
@@ -374,6 +362,10 @@ impl Model for Protocol {
                 world.left.kills -= 1;
                 world.lost = true;
                 world.end(id);
+            }
+            Action::Die(id) => {
+                world.left.deaths -= 1;
+                world.machines[id].dead = true;
             }
         }
         if self.mutant != Mutant::CountsOldSignals {

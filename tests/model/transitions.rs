@@ -4,8 +4,10 @@ use std::sync::LazyLock;
 
 use aws_sdk_dynamodb::types::AttributeValue;
 use jiff::{SignedDuration, Timestamp};
+use paddock_core::ec2::machine::{AgentReport, Machine as Ec2Machine};
 use paddock_record::{
-    ClaimRef, Identity, Instance, KeyPair, PublicKey, Transition, attribute, instance_key, transition,
+    ClaimRef, Heartbeat, Identity, Instance, KeyPair, PublicKey, Signal, Transition, WorkerSignal, attribute,
+    instance_key, transition,
 };
 
 use crate::world::*;
@@ -14,6 +16,11 @@ pub const NOW: Timestamp = Timestamp::UNIX_EPOCH;
 const SECOND: SignedDuration = SignedDuration::from_secs(1);
 const MINUTE: SignedDuration = SignedDuration::from_mins(1);
 
+/// Longer than `timeouts.heartbeat`.
+pub const SILENT: SignedDuration = SignedDuration::from_mins(10);
+
+/// The key of every agent.
+static KEY: LazyLock<PublicKey> = LazyLock::new(|| KeyPair::from_bytes([1; 32]).public());
 static INSTANCE: LazyLock<Instance> = LazyLock::new(|| {
     let mut item = instance_key("");
     let texts = [
@@ -25,12 +32,17 @@ static INSTANCE: LazyLock<Instance> = LazyLock::new(|| {
     Instance::from_item(&item)
 });
 
-/// The key of every agent.
-pub static KEY: LazyLock<PublicKey> = LazyLock::new(|| KeyPair::from_bytes([1; 32]).public());
+/// Uids, names and ids of runs.
+const NUMBERS: [&str; CLAIMS] = ["0", "1"];
 
-/// The id of a run, by the number of its claim.
-pub fn run_id(run: Option<usize>) -> String {
-    run.map(|run| run.to_string()).unwrap_or_default()
+fn run_id(run: Option<usize>) -> &'static str {
+    run.map_or("", |run| NUMBERS[run])
+}
+
+impl Owner {
+    pub fn claim_ref(self) -> ClaimRef<'static> {
+        ClaimRef { name: NUMBERS[self.run], uid: NUMBERS[self.uid], run: NUMBERS[self.run] }
+    }
 }
 
 /// A record of the model as it is stored. Its last update is before `NOW`, so that a transition is detectable.
@@ -43,9 +55,11 @@ pub fn instance(id: usize, record: &Record, age: Age) -> Instance {
     let mut instance = INSTANCE.clone();
     instance.instance_id = id.to_string();
     instance.state = record.state;
-    instance.run_id = run_id(record.run);
-    instance.claim_uid = run_id(record.run);
-    instance.leaving = run_id(record.leaving);
+    if let Some(claim) = record.owner.map(Owner::claim_ref) {
+        (instance.claim, instance.claim_uid) = (claim.name.to_owned(), claim.uid.to_owned());
+        claim.run.clone_into(&mut instance.run_id);
+    }
+    instance.leaving = run_id(record.leaving).to_owned();
     instance.claims = record.claims.into();
     instance.sealed = if record.sealed { "sealed".into() } else { String::new() };
     instance.threshold = record.is_live().then(|| NOW + left);
@@ -53,13 +67,26 @@ pub fn instance(id: usize, record: &Record, age: Age) -> Instance {
     instance
 }
 
+/// With its agent's report. A dead machine is past every timeout, and has been silent for this long.
+pub fn tracked(id: usize, record: &Record, machine: &Machine, silent: SignedDuration) -> Ec2Machine {
+    let beat = Heartbeat { instance_id: String::new(), updated_at: NOW, public_key: Some(KEY.clone()) };
+    let signal = |(signal, run, claims): (Signal, Option<usize>, u8)| {
+        WorkerSignal::new("", signal, run_id(run), claims.into(), NOW)
+    };
+    let report = AgentReport { heartbeat: machine.signal.map(|_| beat), signal: machine.signal.map(signal) };
+    let age = if machine.dead && machine.age == Age::Fresh { Age::Late } else { machine.age };
+    let tracked = Ec2Machine::new(instance(id, record, age), report, NOW);
+    if machine.dead { Ec2Machine { silent, ..tracked } } else { tracked }
+}
+
 impl From<&Instance> for Record {
     fn from(instance: &Instance) -> Self {
-        let run = |id: &str| (!id.is_empty()).then(|| id.parse().expect("the number of a claim"));
+        let number = |id: &str| NUMBERS.iter().position(|number| *number == id);
+        let owner = |run| Some(Owner { uid: number(&instance.claim_uid)?, run });
         Self {
             state: instance.state,
-            run: run(&instance.run_id),
-            leaving: run(&instance.leaving),
+            owner: number(&instance.run_id).and_then(owner),
+            leaving: number(&instance.leaving),
             sealed: !instance.sealed.is_empty(),
             claims: (instance.claims % CLAIMS_COUNTED) as u8,
         }
@@ -72,18 +99,13 @@ impl Change {
         let (key, sealed) = (has_key.then(|| &*KEY), || has_key.then(|| "sealed".to_owned()));
         let threshold = NOW + MINUTE * 5;
         let seen = seen.map(|seen| instance(id, &seen, Age::Fresh));
-        let run = match self {
-            Self::Launch(claim) | Self::Claim(claim) => run_id(Some(claim)),
-            _ => String::new(),
-        };
-        let claim = ClaimRef { name: &run, uid: &run, run: &run };
-        if let Self::Launch(_) = self {
-            return transition::launch(seen.as_ref(), identity(id), Some(claim), "", threshold, NOW);
+        if let Self::Launch(owner) = self {
+            return transition::launch(seen.as_ref(), identity(id), Some(owner.claim_ref()), "", threshold, NOW);
         }
         let seen = &seen?;
         match self {
             Self::Launch(_) => None,
-            Self::Claim(_) => transition::claim(seen, claim, "", sealed(), threshold, NOW),
+            Self::Claim(owner) => transition::claim(seen, owner.claim_ref(), "", sealed(), threshold, NOW),
             Self::Seal => transition::seal(seen, key, sealed()),
             Self::Start => transition::start(seen, threshold, NOW),
             Self::Release => transition::release(seen, sealed(), threshold, NOW),

@@ -10,11 +10,26 @@ pub const CLAIMS: usize = 2;
 /// A set of machines.
 pub type Ids = [bool; MACHINES];
 
-/// A run is identified by its claim's number, so `run` stands for both `runId` and `claim` of the record.
+/// The claim that holds a machine. `run` stands for its run and its name: a claim that was made again has another uid
+/// only.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Owner {
+    /// The number of the claim.
+    pub uid: usize,
+    pub run: usize,
+}
+
+impl fmt::Debug for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "claim {}", self.uid)
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Record {
     pub state: State,
-    pub run: Option<usize>,
+    pub owner: Option<Owner>,
+    /// A run, as everything that an agent knows.
     pub leaving: Option<usize>,
     pub sealed: bool,
     /// How many claims it has been assigned to, modulo [`CLAIMS_COUNTED`].
@@ -25,8 +40,17 @@ pub struct Record {
 pub const CLAIMS_COUNTED: u32 = 4;
 
 impl Record {
-    pub const fn new(state: State, run: Option<usize>) -> Self {
-        Self { state, run, leaving: None, sealed: false, claims: 0 }
+    pub const fn new(state: State) -> Self {
+        Self { state, owner: None, leaving: None, sealed: false, claims: 0 }
+    }
+
+    pub fn run(&self) -> Option<usize> {
+        self.owner.map(|owner| owner.run)
+    }
+
+    /// Whether this claim holds the machine, whatever the operator makes of the record.
+    pub fn is_held_by(&self, claim: usize) -> bool {
+        self.is_live() && self.owner.is_some_and(|owner| owner.uid == claim)
     }
 
     pub fn is_live(&self) -> bool {
@@ -40,8 +64,9 @@ impl Record {
 
 impl fmt::Debug for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let part = |word, run: Option<usize>| run.map(|run| format!(" {word} {run}")).unwrap_or_default();
-        write!(f, "{}{}{}", self.state, part("for", self.run), part("leaving", self.leaving))
+        let owner = self.owner.map(|owner| format!(" for {owner:?}")).unwrap_or_default();
+        let leaving = self.leaving.map(|run| format!(" leaving run {run}")).unwrap_or_default();
+        write!(f, "{}{owner}{leaving}", self.state)
     }
 }
 
@@ -71,6 +96,8 @@ pub const SCRIPT_OK: (Signal, Option<usize>, u8) = (Signal::ScriptOk, None, 0);
 pub struct Machine {
     pub ec2: Ec2,
     pub age: Age,
+    /// Its agent is dead or frozen, while EC2 shows the instance as running.
+    pub dead: bool,
     /// The run that its runner is registered for.
     pub serving: Option<usize>,
 
@@ -108,8 +135,8 @@ pub struct Claim {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Change {
     /// For this claim; so is the next one.
-    Launch(usize),
-    Claim(usize),
+    Launch(Owner),
+    Claim(Owner),
     Seal,
     Start,
     Release,
@@ -177,6 +204,8 @@ pub struct Faults {
     pub ticks: u8,
     /// Machines that EC2 reclaims.
     pub kills: u8,
+    /// Machines that die in the pool, while EC2 shows them as running.
+    pub deaths: u8,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -186,8 +215,10 @@ pub struct World {
     /// Visible messages, and hidden ones without a holder, which become visible again.
     pub shown: [u8; MACHINES],
     pub hidden: [u8; MACHINES],
-    /// `None` if the claim does not exist or is deleted.
+    /// `None` if the claim does not exist (yet or any more).
     pub claims: [Option<Claim>; CLAIMS],
+    /// The first claim was made again, as the second one.
+    pub made_again: bool,
     /// The machines EC2 launched for each claim.
     pub fleets: [Option<Ids>; CLAIMS],
     pub leader: Leader,
@@ -216,8 +247,8 @@ impl World {
     pub fn agent(&self, id: usize) -> Option<Machine> {
         let (machine, record) = (self.machines[id], self.table[id]?);
         let report = |signal, run| Machine { signal: Some((signal, run, record.claims)), ..machine };
-        let next = match (machine.signal, machine.serving, record.run) {
-            _ if machine.ec2 != Ec2::Running => machine,
+        let next = match (machine.signal, machine.serving, record.run()) {
+            _ if machine.ec2 != Ec2::Running || machine.dead => machine,
             _ if !record.is_live() => Machine { ec2: Ec2::Gone, ..Machine::default() },
             (None, _, _) => Machine { signal: Some(SCRIPT_OK), ..machine },
             (_, None, None) if record.leaving.is_some() => report(Signal::Deregistered, record.leaving),
@@ -228,12 +259,6 @@ impl World {
             (_, own, _) => Machine { serving: None, ..report(Signal::Deregistered, own) },
         };
         (next != machine).then_some(next)
-    }
-
-    /// Whether the record names a deleted claim.
-    pub fn is_orphaned(&self, id: usize) -> bool {
-        let run = self.table[id].filter(Record::is_live).and_then(|record| record.run);
-        run.is_some_and(|run| self.claims[run].is_none()) && self.machines[id].age != Age::Expired
     }
 
     /// Forgets signals for earlier claims, which count for nothing.
