@@ -162,6 +162,7 @@ fn i5_two_claims_that_hold_half_of_what_each_needs_wait_for_ever() {
 fn a_claim_made_again_gets_its_own_machines_and_those_of_the_old_one_are_reclaimed() {
     holds(AGAIN);
     holds(Protocol { machines: [Absent, Absent], ..AGAIN });
+    holds(Protocol { faults: Faults { crashes: 1, ..NO_FAULTS }, ..AGAIN });
     holds(Protocol { machines: [Pooled, Pooled], faults: Faults { crashes: 1, ..NO_FAULTS }, deletable: 0, ..AGAIN });
 }
 
