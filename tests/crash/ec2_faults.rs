@@ -150,6 +150,8 @@ fn settings(max_instances: u32, more: Value) -> Value {
     let mut settings = json!({
         "maxInstances": max_instances, "lifetimes": lifetimes("1h"),
         "defaults": { "allowedInstanceTypes": ["m5.large"] },
+        // Machines that have served a claim count for `minIdle`.
+        "reuse": { "scope": "Pool" },
     });
     if let (Value::Object(settings), Value::Object(more)) = (&mut settings, more) {
         settings.extend(more);
