@@ -82,9 +82,14 @@ async fn play(life: &Life<'_>) -> Result<()> {
     scene.until_waiting("partial", ClaimReason::InsufficientCapacity).await?;
     scene.settle(&[State::Idle, State::Idle]).await.context("waiting for capacity")?;
     // A new leader asks EC2 again, because it does not remember the shortage. Each order gets one machine.
-    let waiting = scene.until_waiting("partial", ClaimReason::InsufficientCapacity).await?;
-    let (launched, orders) = (scene.launched_for("4725").len(), waiting.shortage.map(|shortage| shortage.attempt));
-    ensure!(Some(launched as u32) == orders, "I2: {launched} machines of {orders:?} orders");
+    life.until("each order has launched one machine", async || {
+        let waiting = life.api::<RunnerClaim>().get("partial").await?.status.unwrap_or_default();
+        let orders = waiting.shortage.map(|shortage| shortage.attempt);
+        let launched = scene.launched_for("4725").len();
+        ensure!(Some(launched as u32) == orders, "I2: {launched} machines of {orders:?} orders");
+        Ok(())
+    })
+    .await?;
 
     life.begin("stop waiting");
     scene.release(&["partial"]).await?;
