@@ -1,7 +1,7 @@
 //! Clocks that are five minutes wrong do no harm, and pools say so.
 
 use anyhow::{Context, Result, ensure};
-use jiff::{SignedDuration, Timestamp};
+use jiff::Timestamp;
 use paddock::api::{CLOCK_SKEW, ClaimPhase, RunnerPoolStatus};
 use paddock_bed::faketime;
 use paddock_record::{Instance as Record, State};
@@ -16,8 +16,11 @@ use crate::fixture::{
 /// As far as clocks may differ, in seconds.
 const FIVE_MINUTES: i64 = 300;
 
+/// How far a measured skew may be from the real one, in seconds: an answer may be late on a busy machine.
+const TOLERATED: f64 = 20.0;
+
 /// Far shorter than the skew, even with the minute that an agent gives itself; long enough to leave GitHub in.
-const IDLE: i64 = 60;
+const IDLE: i64 = 90;
 
 /// No machine is launched beside `most`: of more than are kept warm, the oldest ends when its idle time is over.
 fn settings(warm: u32, most: u32) -> Value {
@@ -45,9 +48,9 @@ async fn operator_serves(world: &World, ahead: i64, run: &str) -> Result<()> {
         serve(&pool, run, 1).await?;
         until_renewed(&pool, &id).await?;
         until_says(&pool, "the operator's clock", ahead).await?;
-        let skew = metric(world, "aws").await?;
-        ensure!((skew - ahead as f64).abs() < 5.0, "the metric says {skew}, not {ahead}");
-        metric(world, "github").await?;
+        for source in ["aws", "github"] {
+            until_metric(world, source, |skew| (skew - ahead as f64).abs() < TOLERATED).await?;
+        }
         pool.clean_up().await
     };
     let outcome = outcome.await;
@@ -102,8 +105,7 @@ pub async fn machines_five_minutes_ahead_and_behind_are_served_and_named(world: 
         }
         until_says(&pool, &format!("the clock of {ahead}"), FIVE_MINUTES).await?;
         until_says(&pool, &format!("the clock of {behind}"), -FIVE_MINUTES).await?;
-        let skew = metric(world, "agents").await?;
-        ensure!((skew.abs() - FIVE_MINUTES as f64).abs() < 10.0, "the metric says {skew}");
+        until_metric(world, "agents", |skew| (skew.abs() - FIVE_MINUTES as f64).abs() < TOLERATED).await?;
         pool.clean_up().await
     };
     let outcome = outcome.await;
@@ -132,7 +134,7 @@ async fn until_renewed(pool: &Ec2Pool<'_>, id: &str) -> Result<()> {
     pool.until_record(id, "renewed", renewed).await?;
     let last = pool.cloud.record(id).await?.and_then(|record| record.threshold).context("it is idle")?;
     let left = last.duration_since(Timestamp::now());
-    ensure!(left <= SignedDuration::from_secs(IDLE + 5), "it is renewed for {left}");
+    ensure!(left.as_secs_f64() <= IDLE as f64 + TOLERATED, "it is renewed for {left}");
     ensure!(pool.running().iter().any(|running| running == id), "{id} has ended");
     Ok(())
 }
@@ -152,16 +154,16 @@ async fn until_says(pool: &Ec2Pool<'_>, clock: &str, ahead: i64) -> Result<()> {
         let sign = if rest.starts_with("ahead of AWS's") { 1 } else { -1 };
         Some(sign * seconds.parse::<i64>().ok()?)
     };
-    let says = |status: &RunnerPoolStatus| said(status).is_some_and(|said| (said - ahead).abs() <= 10);
+    let says = |status: &RunnerPoolStatus| said(status).is_some_and(|said| ((said - ahead) as f64).abs() < TOLERATED);
     pool.until_pool(&format!("saying that {clock} is {ahead} s ahead"), says).await
 }
 
-/// Waits until the skew of a source is known.
-async fn metric(world: &World, source: &str) -> Result<f64> {
+/// Waits until the metric of a source is as `wanted`.
+async fn until_metric(world: &World, source: &str, wanted: impl Fn(f64) -> bool) -> Result<()> {
     let name = format!("paddock_clock_skew_seconds{{source=\"{source}\"}} ");
-    let found = async || {
+    let says = async || {
         let text = metrics(&world.url()).await?;
-        Ok(text.lines().find_map(|line| line.strip_prefix(&name)?.parse().ok()))
+        Ok(text.lines().find_map(|line| line.strip_prefix(&name)?.parse().ok()).is_some_and(&wanted))
     };
-    world.until_found(&format!("the skew of {source} is known"), found).await
+    world.until_true(&format!("the metric of {source} says so"), says).await
 }
