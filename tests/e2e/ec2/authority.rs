@@ -21,8 +21,9 @@ use crate::fixture::{
 /// Close to the 400 KB that DynamoDB takes for an item.
 const FLOOD: usize = 390_000;
 
-/// The pause between two writes of a hostile job. An agent's heartbeats come every 5 s.
-const HOSTILE_PAUSE: Duration = Duration::from_millis(50);
+/// The pause between two writes of a hostile job: shorter than that between two heartbeats of an agent, which is 5 s. The
+/// test that floods the table shares DynamoDB Local with others.
+const HOSTILE_PAUSE: Duration = Duration::from_millis(500);
 
 /// A job that writes with its machine's credentials, until it is dropped.
 struct HostileJob(AbortHandle);

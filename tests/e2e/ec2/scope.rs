@@ -96,7 +96,8 @@ pub async fn idle_machine_of_another_repository_makes_room(world: &World) -> Res
 /// A machine that has served a repository does not count for `minIdle`: a new one is launched beside it, and it ends
 /// with its idle time.
 pub async fn warm_minimum_is_refilled_by_a_new_machine_after_one_was_used(world: &World) -> Result<()> {
-    let settings = |warm: u32| json!({ "minIdle": warm, "maxInstances": 2, "lifetimes": { "idle": "40s" } });
+    // Long enough to leave GitHub in, and for a renewal in the last half of it.
+    let settings = |warm: u32| json!({ "minIdle": warm, "maxInstances": 2, "lifetimes": { "idle": "90s" } });
     let pool = Ec2Pool::new(world, settings(0)).await?;
     let first = used(&pool, "a", "9431", of("a")).await?;
     pool.set(settings(1)).await?;
