@@ -67,8 +67,8 @@ pub async fn i1_i7_each_of_a_thousand_jobs_is_served_once_and_in_order(world: &W
     // Every claim waits before the first is served, so that their order is certain.
     let waits = |claim: &RunnerClaim| phase(claim) == Some(ClaimPhase::Pending);
     let all_wait = async || {
-        let claims = fleet.claims().await?;
-        Ok(claims.len() == JOBS && claims.iter().all(waits))
+        let claims = fleet.claims();
+        Ok(claims.len() == JOBS && claims.iter().all(|claim| waits(claim)))
     };
     fleet.until(NODES, "every job has a claim that waits", all_wait).await?;
     fleet.add_nodes(NODES).await?;
