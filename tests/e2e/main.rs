@@ -27,6 +27,9 @@ use paddock_bed::{
 /// Tests that run in parallel.
 const PARALLEL_TESTS: usize = 8;
 
+/// How many of the tests that took longest are listed at the end.
+const SLOWEST_LISTED: usize = 20;
+
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     // More than cores: tests wait most of the time.
@@ -39,6 +42,9 @@ fn main() -> ExitCode {
             let conclusion = libtest_mimic::run(&arguments, trials(Some(&world)));
             if conclusion.has_failed() {
                 eprintln!("--- the operator's log ---\n{}", world.operator_log());
+            }
+            for (duration, name) in world.slowest(SLOWEST_LISTED) {
+                eprintln!("{:>5} s {name}", duration.as_secs());
             }
             let violations = world.check(world.stage.github.violations());
             for violation in &violations {
@@ -81,10 +87,10 @@ fn start() -> Result<Arc<World>> {
 
 /// All tests; without a world they can only be listed.
 fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
-    let trial = |name: &str, test: Test, run: fn(Arc<World>, Test) -> Result<()>| {
+    let trial = |name: &'static str, test: Test, run: fn(Arc<World>, &str, Test) -> Result<()>| {
         let world = world.cloned();
         Trial::test(name, move || match world {
-            Some(world) => run(world, test).map_err(|error| format!("{error:#}").into()),
+            Some(world) => run(world, name, test).map_err(|error| format!("{error:#}").into()),
             None => Err("tests are only listed".into()),
         })
     };
