@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     controllers::{self, Shared, ec2::Ec2Context},
     settings::Settings,
-    web,
+    web::{self, server},
     webhook::{intake::Intake, receiver::Hooks},
 };
 
@@ -71,9 +71,7 @@ async fn operate(settings: Settings) -> Result<()> {
     let intake = Intake::start(webhook_client, stores.clone());
     let hooks = Hooks::new(settings.webhook_secret_file.clone(), intake.clone(), metrics.clone());
     let pages = web::router(stores.clone(), metrics.clone(), hooks);
-    let server =
-        axum::serve(listener, pages.into_make_service()).with_graceful_shutdown(stop.clone().cancelled_owned());
-    let server = tokio::spawn(server.into_future());
+    let server = tokio::spawn(server::serve(listener, pages, server::Limits::default(), stop.clone()));
 
     tokio::select! {
         () = stores.ready() => {}

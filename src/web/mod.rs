@@ -3,6 +3,7 @@
 mod html;
 mod paging;
 mod rows;
+pub mod server;
 
 use std::sync::Arc;
 

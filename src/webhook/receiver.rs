@@ -12,7 +12,7 @@ use std::{
 
 use axum::{
     body::Body,
-    extract::State,
+    extract::{Extension, State},
     http::{
         HeaderMap, StatusCode,
         header::{CONNECTION, CONTENT_LENGTH, CONTENT_TYPE},
@@ -31,12 +31,15 @@ use super::{
     intake::Intake,
     secrets::{NoSecrets, Secrets},
 };
+use crate::web::server::Connection;
 
 /// The longest body that is accepted. Relevant events have about 30 KB; GitHub sends other events of up to 25 MB.
 const MAX_BODY_BYTES: usize = 4 << 20;
 const GITHUB_MAX_BODY_BYTES: usize = 25 << 20;
-/// Memory limit for all bodies that are being read.
+/// Memory limit for all bodies that are being read. It is taken as they arrive.
 const BODY_MEMORY_BYTES: usize = 32 << 20;
+/// How long a body waits for the memory of a connection that was closed for it, before another one is.
+const MEMORY_WAIT: Duration = Duration::from_millis(5);
 /// Concurrent deliveries above which connections are closed after the answer: GitHub opens one per delivery, and idle
 /// ones take memory.
 const MAX_KEEP_ALIVE: usize = 64;
@@ -116,7 +119,12 @@ impl Hooks {
     }
 
     /// The body with a verified signature, and the permit for its memory.
-    async fn verified_body(&self, headers: &HeaderMap, body: Body) -> Result<(Vec<u8>, SemaphorePermit<'_>), Refusal> {
+    async fn verified_body(
+        &self,
+        headers: &HeaderMap,
+        body: Body,
+        connection: &Connection,
+    ) -> Result<(Vec<u8>, SemaphorePermit<'_>), Refusal> {
         let keys = self.secrets.keys()?;
         let header = |name: &str| headers.get(name).map(|value| value.as_bytes());
         let signature = claimed(header("x-hub-signature-256"), header("x-hub-signature"))?;
@@ -125,22 +133,43 @@ impl Hooks {
         if length > MAX_BODY_BYTES {
             return Err(drain(length, body).await);
         }
-        let kib = u32::try_from(length.div_ceil(1024)).unwrap_or(u32::MAX);
-        let body_memory = self.body_memory.acquire_many(kib).await.map_err(|_| Refusal::Timeout)?;
-        let (mut whole, mut chunks) = (Vec::with_capacity(content_length.unwrap_or(0)), body.into_data_stream());
+        let (mut whole, mut chunks) = (Vec::new(), body.into_data_stream());
+        let mut body_memory = self.memory(0, connection).await?;
         while let Some(chunk) = chunks.next().await {
             let chunk = chunk.map_err(|_| Refusal::Incomplete)?;
-            if whole.len() + chunk.len() > length {
+            let arrived = whole.len() + chunk.len();
+            if arrived > length {
                 return Err(Refusal::TooLarge);
             }
+            let missing = arrived.div_ceil(1024).saturating_sub(body_memory.num_permits());
+            body_memory.merge(self.memory(missing, connection).await?);
             whole.extend_from_slice(&chunk);
         }
+        connection.received();
         keys.check(&signature, &whole)?;
         Ok((whole, body_memory))
     }
 
-    async fn handle(&self, headers: &HeaderMap, body: Body) -> Result<WebhookOutcome, Refusal> {
-        let (body, _body_memory) = self.verified_body(headers, body).await?;
+    /// Memory for a part of a body. While there is none, connections that have kept the server waiting for longer are
+    /// closed.
+    async fn memory(&self, kib: usize, connection: &Connection) -> Result<SemaphorePermit<'_>, Refusal> {
+        let kib = u32::try_from(kib).unwrap_or(u32::MAX);
+        loop {
+            let taken = self.body_memory.acquire_many(kib);
+            match tokio::time::timeout(MEMORY_WAIT, taken).await {
+                Ok(permit) => return permit.map_err(|_| Refusal::Timeout),
+                Err(_) => connection.close_another(),
+            };
+        }
+    }
+
+    async fn handle(
+        &self,
+        headers: &HeaderMap,
+        body: Body,
+        connection: &Connection,
+    ) -> Result<WebhookOutcome, Refusal> {
+        let (body, _body_memory) = self.verified_body(headers, body, connection).await?;
         let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
         let event = header("x-github-event").ok_or(Refusal::NoEvent)?;
         let media_type = header(CONTENT_TYPE.as_str()).and_then(|value| value.split(';').next());
@@ -171,10 +200,15 @@ async fn drain(length: usize, body: Body) -> Refusal {
     Refusal::TooLarge
 }
 
-pub async fn receive(State(hooks): State<Arc<Hooks>>, headers: HeaderMap, body: Body) -> Response {
+pub async fn receive(
+    State(hooks): State<Arc<Hooks>>,
+    Extension(connection): Extension<Connection>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
     let (start, under_way) = (Instant::now(), hooks.under_way.clone());
-    let handled =
-        tokio::time::timeout(DELIVERY_TIMEOUT, hooks.handle(&headers, body)).await.unwrap_or(Err(Refusal::Timeout));
+    let handled = tokio::time::timeout(DELIVERY_TIMEOUT, hooks.handle(&headers, body, &connection));
+    let handled = handled.await.unwrap_or(Err(Refusal::Timeout));
     let (status, (outcome, reason), answer) = match handled {
         Ok(outcome) => {
             let (status, answer) = describe(&outcome);

@@ -185,6 +185,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         jobs::webhook::i6_i9_order_and_repetition_do_not_matter,
         jobs::webhook::a_follower_takes_webhooks_and_secrets_rotate,
         jobs::webhook::the_end_of_a_run_releases_its_machine,
+        operator::hostile_network::i9_clients_that_send_nothing_delay_no_delivery,
         operator::pages::dashboards_show_pools_claims_and_workers,
     );
     let alone = trials!(run_alone:
