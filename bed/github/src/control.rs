@@ -76,6 +76,14 @@ impl Control {
         })
     }
 
+    pub fn rename_repository(&self, owner: &str, name: &str, new: &str) {
+        self.hub.change(|world, _| world.rename_repository(owner, name, new));
+    }
+
+    pub fn rename_owner(&self, login: &str, new: &str) {
+        self.hub.change(|world, _| world.rename_owner(login, new));
+    }
+
     pub fn app(&self, slug: &str) -> App {
         self.hub.change(|world, _| {
             let app = App { id: world.id(), slug: slug.to_owned(), private_key: app_key().private_pem.clone() };
@@ -122,6 +130,11 @@ impl Control {
 
     pub fn uninstall(&self, installation: u64) {
         self.hub.change(|world, _| world.installations.retain(|known| known.id != installation));
+    }
+
+    /// The installation of an owner; of several Apps', the oldest.
+    pub fn installation_of(&self, owner: &str) -> Option<u64> {
+        self.hub.read(|world, _| world.installations.iter().find(|known| same(&known.owner, owner)).map(|it| it.id))
     }
 
     pub fn suspend(&self, installation: u64, suspended: bool) {

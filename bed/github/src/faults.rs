@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use axum::{
     Json,
-    http::{HeaderValue, StatusCode},
+    http::{HeaderValue, StatusCode, header::LOCATION},
     response::{IntoResponse, Response},
 };
 use jiff::Timestamp;
@@ -19,6 +19,8 @@ pub enum Effect {
     /// Answers with an error and does nothing else: with `retry-after`, with an exhausted rate limit that resets after
     /// this many seconds, or with neither.
     Status { status: u16, retry_after: Option<u64>, reset_in: Option<u64> },
+    /// Points to another address.
+    Redirect { status: u16, location: String },
     /// Executed after a delay, by the simulator's clock.
     DelayMs(u64),
     /// Never answers.
@@ -106,6 +108,13 @@ pub fn refusal(status: u16, retry_after: Option<u64>, reset_in: Option<u64>, now
         headers.insert("x-ratelimit-reset", HeaderValue::from(reset.as_second()));
     }
     answer
+}
+
+/// The response for a resource that has moved.
+pub fn redirect(status: u16, location: &str) -> Response {
+    let code = StatusCode::from_u16(status).unwrap_or(StatusCode::MOVED_PERMANENTLY);
+    let body = json!({"message": "Moved Permanently", "url": location, "documentation_url": crate::api::DOCS});
+    (code, [(LOCATION, location.to_owned())], Json(body)).into_response()
 }
 
 /// Closes the connection without a response: the server's task for it unwinds silently.

@@ -1,13 +1,17 @@
 //! The API's middleware: faults, credentials, rate limits, counters, and schema checks.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::Arc,
+    time::Duration,
+};
 
 use axum::{
     body::{Body, to_bytes},
     extract::{MatchedPath, Request, State},
     http::{
         HeaderValue, Method, StatusCode,
-        header::{CONTENT_LENGTH, HOST, LINK},
+        header::{CONTENT_LENGTH, ETAG, HOST, IF_NONE_MATCH, LINK, LOCATION},
     },
     middleware::Next,
     response::{IntoResponse, Response},
@@ -17,7 +21,7 @@ use jiff::Timestamp;
 use crate::{
     api::Refusal,
     auth::{Caller, authenticate},
-    faults::{Effect, drop_connection, refusal},
+    faults::{Effect, drop_connection, redirect, refusal},
     hub::Hub,
     model::signed,
     rate::{Window, within_a_minute},
@@ -43,6 +47,10 @@ pub async fn faults(State(hub): State<Arc<Hub>>, request: Request, next: Next) -
         Some(Effect::Status { status, retry_after, reset_in }) => {
             count(&hub, &request, ANONYMOUS);
             refusal(status, retry_after, reset_in, hub.clock.now())
+        }
+        Some(Effect::Redirect { status, location }) => {
+            count(&hub, &request, ANONYMOUS);
+            redirect(status, &location)
         }
         Some(Effect::DelayMs(ms)) => {
             hub.clock.sleep_until(hub.clock.now() + signed(Duration::from_millis(ms))).await;
@@ -84,12 +92,51 @@ pub async fn api(State(hub): State<Arc<Hub>>, mut request: Request, next: Next) 
     if let Some(caller) = caller {
         request.extensions_mut().insert(caller);
     }
-    let mut answer = match &hub.checker {
-        None => next.run(request).await,
-        Some(_) => checked(&hub, request, next).await,
+    let known = request.headers().get(IF_NONE_MATCH).cloned();
+    let read = request.method() == Method::GET;
+    let mut answer = match (moved(&hub, &request), &hub.checker) {
+        (Some(moved), _) => moved,
+        (None, None) => next.run(request).await,
+        (None, Some(_)) => checked(&hub, request, next).await,
     };
+    if read && answer.status() == StatusCode::OK {
+        answer = conditional(answer, known.as_ref()).await;
+    }
+    if answer.status() == StatusCode::NOT_MODIFIED {
+        hub.note(|world, _| world.windows.get_mut(&account).map(|window| window.used = window.used.saturating_sub(1)));
+    }
     rate_headers(&hub, &account, &mut answer);
     answer
+}
+
+/// Sends a request for a renamed repository to the repository's number, as GitHub does: 301 for GET, 307 for the rest
+/// (docs.github.com/rest/using-the-rest-api/best-practices-for-using-the-rest-api, "Follow redirects").
+fn moved(hub: &Hub, request: &Request) -> Option<Response> {
+    let path = without_prefix(request.uri().path());
+    let mut parts = path.strip_prefix("/repos/")?.splitn(3, '/');
+    let (owner, name, rest) = (parts.next()?, parts.next()?, parts.next());
+    let location = hub.read(|world, _| {
+        let id = world.renamed(owner, name)?;
+        let rest = rest.map(|rest| format!("/{rest}")).unwrap_or_default();
+        let query = request.uri().query().map(|query| format!("?{query}")).unwrap_or_default();
+        Some(format!("{}/repositories/{id}{rest}{query}", world.api))
+    })?;
+    Some(redirect(if request.method() == Method::GET { 301 } else { 307 }, &location))
+}
+
+/// Adds an entity tag, and leaves out a body that the caller has. Such an answer does not count against the limit
+/// (docs.github.com/rest/using-the-rest-api/best-practices-for-using-the-rest-api, "Use conditional requests").
+async fn conditional(answer: Response, known: Option<&HeaderValue>) -> Response {
+    let (mut parts, body) = answer.into_parts();
+    let body = to_bytes(body, usize::MAX).await.expect("the simulator's own bodies are whole");
+    let mut hasher = DefaultHasher::new();
+    body.hash(&mut hasher);
+    let tag = HeaderValue::from_str(&format!("W/\"{:016x}\"", hasher.finish())).expect("digits fit into a header");
+    if known == Some(&tag) {
+        return (StatusCode::NOT_MODIFIED, [(ETAG, tag)]).into_response();
+    }
+    parts.headers.insert(ETAG, tag);
+    Response::from_parts(parts, Body::from(body))
 }
 
 /// Counts a call against the primary limit and any secondary ones; returns the refusal if one is exhausted.
@@ -140,10 +187,11 @@ pub async fn links(State(hub): State<Arc<Hub>>, request: Request, next: Next) ->
 
 async fn relink(answer: Response, own: &str, called: &str) -> Response {
     let (mut parts, body) = answer.into_parts();
-    let link =
-        parts.headers.get(LINK).and_then(|link| HeaderValue::from_str(&link.to_str().ok()?.replace(own, called)).ok());
-    if let Some(link) = link {
-        parts.headers.insert(LINK, link);
+    for name in [LINK, LOCATION] {
+        let value = parts.headers.get(&name).and_then(|value| value.to_str().ok());
+        if let Some(value) = value.and_then(|value| HeaderValue::from_str(&value.replace(own, called)).ok()) {
+            parts.headers.insert(name, value);
+        }
     }
     let body = to_bytes(body, usize::MAX).await.expect("the simulator's own bodies are whole");
     let body = match std::str::from_utf8(&body) {
@@ -181,10 +229,22 @@ async fn checked(hub: &Hub, request: Request, next: Next) -> Response {
     let Ok(sent) = to_bytes(body, BODY_LIMIT).await else {
         return Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "The body is too large").into_response();
     };
-    let (method, path) = (parts.method.clone(), without_prefix(parts.uri.path()).to_owned());
+    let (method, path) = (parts.method.clone(), named(hub, without_prefix(parts.uri.path())));
     let answer = next.run(Request::from_parts(parts, Body::from(sent.clone()))).await;
     let (parts, body) = answer.into_parts();
     let received = to_bytes(body, usize::MAX).await.expect("the simulator's own bodies are whole");
     checker.exchange(method.as_str(), &path, &sent, parts.status.as_u16(), &received);
     Response::from_parts(parts, Body::from(received))
+}
+
+/// The path with the repository's name: GitHub's description of its API does not have those with its number.
+fn named(hub: &Hub, path: &str) -> String {
+    let by_number = path.strip_prefix("/repositories/").map(|rest| rest.split_once('/').unwrap_or((rest, "")));
+    let found = by_number.and_then(|(id, rest)| {
+        hub.read(|world, _| {
+            let repository = world.repositories.iter().find(|known| Ok(known.id) == id.parse())?;
+            Some(format!("/repos/{}/{}/{rest}", repository.owner, repository.name))
+        })
+    });
+    found.map_or_else(|| path.to_owned(), |path| path.trim_end_matches('/').to_owned())
 }

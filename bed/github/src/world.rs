@@ -41,6 +41,8 @@ pub struct World {
     pub timeouts: OfflineTimeouts,
     pub owners: Vec<Owner>,
     pub repositories: Vec<Repository>,
+    /// Former owners and names of repositories, with their numbers.
+    pub former_names: Vec<(String, String, u64)>,
     pub apps: Vec<App>,
     pub installations: Vec<Installation>,
     pub tokens: HashMap<String, Token>,
@@ -70,6 +72,7 @@ impl World {
             timeouts,
             owners: vec![],
             repositories: vec![],
+            former_names: vec![],
             apps: vec![],
             installations: vec![],
             tokens: HashMap::new(),
@@ -103,6 +106,49 @@ impl World {
 
     pub fn repository(&self, owner: &str, name: &str) -> Option<&Repository> {
         self.repositories.iter().find(|repository| same(&repository.owner, owner) && same(&repository.name, name))
+    }
+
+    /// The number of a repository that had this name, unless another one has it now.
+    pub fn renamed(&self, owner: &str, name: &str) -> Option<u64> {
+        let former = self.former_names.iter().rev().find(|(of, had, _)| same(of, owner) && same(had, name));
+        former.filter(|_| self.repository(owner, name).is_none()).map(|(.., id)| *id)
+    }
+
+    pub fn rename_repository(&mut self, owner: &str, name: &str, new: &str) {
+        let found = self.repositories.iter_mut().find(|known| same(&known.owner, owner) && same(&known.name, name));
+        let Some(repository) = found else { return };
+        self.former_names.push((repository.owner.clone(), repository.name.clone(), repository.id));
+        new.clone_into(&mut repository.name);
+        for runner in self.runners.values_mut() {
+            if let Scope::Repository(of, had) = &mut runner.scope
+                && same(of, owner)
+                && same(had, name)
+            {
+                new.clone_into(had);
+            }
+        }
+    }
+
+    /// Renames an account: its repositories redirect, and its old name is unknown (docs.github.com, "Renaming an
+    /// organization": API requests with the old name return 404).
+    pub fn rename_owner(&mut self, login: &str, new: &str) {
+        let rename = |owner: &mut String| {
+            if same(owner, login) {
+                new.clone_into(owner);
+            }
+        };
+        for repository in self.repositories.iter_mut().filter(|known| same(&known.owner, login)) {
+            self.former_names.push((repository.owner.clone(), repository.name.clone(), repository.id));
+            rename(&mut repository.owner);
+        }
+        self.owners.iter_mut().for_each(|owner| rename(&mut owner.login));
+        self.installations.iter_mut().for_each(|installation| rename(&mut installation.owner));
+        self.groups.iter_mut().for_each(|group| rename(&mut group.owner));
+        for runner in self.runners.values_mut() {
+            match &mut runner.scope {
+                Scope::Organization(owner) | Scope::Repository(owner, _) => rename(owner),
+            }
+        }
     }
 
     pub fn repository_by_id(&self, id: u64) -> &Repository {

@@ -55,9 +55,13 @@ pub async fn installation(State(hub): State<Arc<Hub>>, By(caller): By, Path(id):
 /// By organisation, user or repository.
 pub async fn owner_installation(State(hub): State<Arc<Hub>>, By(caller): By, path: RawPathParams) -> Answer {
     let app = caller.app()?;
-    let owner = path.iter().next().map_or("", |(_, owner)| owner);
-    let repository = path.iter().find(|(name, _)| *name == "repo").map(|(_, repository)| repository);
+    let part = |wanted: &str| path.iter().find(|(name, _)| *name == wanted).map(|(_, value)| value);
+    let number = part("repository_id").and_then(|id| id.parse::<u64>().ok());
     hub.read(|world, _| {
+        let numbered = world.repositories.iter().find(|known| Some(known.id) == number);
+        let owner = numbered.map(|known| known.owner.as_str()).or_else(|| path.iter().next().map(|(_, owner)| owner));
+        let repository = numbered.map(|known| known.name.as_str()).or_else(|| part("repo"));
+        let owner = owner.unwrap_or_default();
         let found = world.installations.iter().find(|installation| {
             installation.app_id == app
                 && same(&installation.owner, owner)

@@ -144,10 +144,15 @@ impl FromRequestParts<Arc<Hub>> for At {
         let By(caller) = By::from_request_parts(parts, hub).await?;
         let params = RawPathParams::from_request_parts(parts, hub).await.map_err(|_| Refusal::not_found())?;
         let text: HashMap<&str, &str> = params.iter().collect();
+        let by_number = text.get("repository_id").and_then(|id| id.parse::<u64>().ok());
         let scope = match (text.get("org"), text.get("owner"), text.get("repo")) {
             (Some(org), ..) => Scope::Organization((*org).to_owned()),
             (_, Some(owner), Some(repo)) => Scope::Repository((*owner).to_owned(), (*repo).to_owned()),
-            _ => return Err(Refusal::not_found()),
+            _ => hub.read(|world, _| {
+                let known = world.repositories.iter().find(|known| Some(known.id) == by_number);
+                let known = known.ok_or_else(Refusal::not_found)?;
+                Ok(Scope::Repository(known.owner.clone(), known.name.clone()))
+            })?,
         };
         let about_runners = parts.uri.path().contains("/actions/runner");
         let permission = match (&scope, about_runners) {
@@ -183,25 +188,30 @@ pub fn router(hub: &Arc<Hub>) -> Router<Arc<Hub>> {
         .route("/app/hook/deliveries/{delivery_id}/attempts", post(apps::redeliver))
         .route("/orgs/{org}/installation", get(apps::owner_installation))
         .route("/users/{username}/installation", get(apps::owner_installation))
-        .route("/repos/{owner}/{repo}/installation", get(apps::owner_installation))
         .route("/installation/repositories", get(apps::repositories))
         .route("/rate_limit", get(apps::rate_limit))
         .route("/meta", get(async || ok(json!({"verifiable_password_authentication": false}))))
         .route("/orgs/{org}", get(apps::organization))
-        .route("/repos/{owner}/{repo}", get(apps::repository))
         .route("/orgs/{org}/actions/runner-groups", get(groups::list_groups).post(groups::create))
         .route(
             "/orgs/{org}/actions/runner-groups/{runner_group_id}",
             get(groups::show).patch(groups::update).delete(groups::remove),
         )
-        .route("/orgs/{org}/actions/runner-groups/{runner_group_id}/runners", get(groups::runners))
-        .route("/repos/{owner}/{repo}/actions/jobs/{job_id}", get(runs::job))
-        .route("/repos/{owner}/{repo}/actions/runs", get(runs::list_runs))
-        .route("/repos/{owner}/{repo}/actions/runs/{run_id}", get(runs::run))
-        .route("/repos/{owner}/{repo}/actions/runs/{run_id}/jobs", get(runs::jobs))
-        .route("/repos/{owner}/{repo}/actions/runs/{run_id}/cancel", post(runs::cancel))
-        .route("/repos/{owner}/{repo}/actions/runs/{run_id}/force-cancel", post(runs::force_cancel));
-    for scope in ["/orgs/{org}", "/repos/{owner}/{repo}"] {
+        .route("/orgs/{org}/actions/runner-groups/{runner_group_id}/runners", get(groups::runners));
+    // Redirects of renamed repositories lead to their numbers.
+    let repositories = ["/repos/{owner}/{repo}", "/repositories/{repository_id}"];
+    for repository in repositories {
+        router = router
+            .route(repository, get(apps::repository))
+            .route(&format!("{repository}/installation"), get(apps::owner_installation))
+            .route(&format!("{repository}/actions/jobs/{{job_id}}"), get(runs::job))
+            .route(&format!("{repository}/actions/runs"), get(runs::list_runs))
+            .route(&format!("{repository}/actions/runs/{{run_id}}"), get(runs::run))
+            .route(&format!("{repository}/actions/runs/{{run_id}}/jobs"), get(runs::jobs))
+            .route(&format!("{repository}/actions/runs/{{run_id}}/cancel"), post(runs::cancel))
+            .route(&format!("{repository}/actions/runs/{{run_id}}/force-cancel"), post(runs::force_cancel));
+    }
+    for scope in ["/orgs/{org}"].into_iter().chain(repositories) {
         let base = format!("{scope}/actions/runners");
         router = router
             .route(&base, get(runners::list_runners))

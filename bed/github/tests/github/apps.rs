@@ -154,3 +154,23 @@ async fn owners_and_repositories_can_be_looked_up() {
     assert_eq!(bed.get(&unprefixed).await.status, 200);
     bed.finish().await;
 }
+
+#[tokio::test]
+async fn a_renamed_repository_is_found_by_its_number_and_a_renamed_organization_is_not() {
+    let bed = Bed::start().await;
+    let job = bed.github.queue_job(bed.job(&["x"])).unwrap().id;
+    let by_name = format!("/repos/acme/app/actions/jobs/{job}");
+    assert_eq!(bed.get(&by_name).await.status, 200);
+    bed.github.rename_repository("acme", "app", "application");
+    // The client follows redirects.
+    assert_eq!(bed.get(&by_name).await.status, 200);
+    assert_eq!(bed.app_get("/repos/acme/app/installation").await.status, 200);
+    let path = "/repos/acme/app/actions/runners/registration-token";
+    let token = bed.call_as(&bed.token, Method::POST, path, None).await;
+    assert_eq!(token.status, 201, "{}", token.body);
+    bed.github.rename_owner("acme", "apex");
+    assert_eq!(bed.get(&by_name).await.status, 200);
+    assert_eq!(bed.get("/orgs/acme/actions/runners").await.status, 404);
+    assert_eq!(bed.get("/orgs/apex/actions/runners").await.status, 200);
+    bed.finish().await;
+}

@@ -43,6 +43,24 @@ async fn the_primary_limit_is_announced_spent_and_renewed() {
 }
 
 #[tokio::test]
+async fn an_answer_that_the_caller_has_is_free() {
+    let bed = Bed::start().await;
+    let first = bed.get(RUNNERS).await;
+    let again = async |tag: &str| {
+        let url = format!("{}{RUNNERS}", bed.github.api_url());
+        let request = bed.http.get(url).bearer_auth(&bed.token).header("if-none-match", tag);
+        let answer = request.send().await.unwrap();
+        let used = answer.headers()["x-ratelimit-used"].to_str().unwrap().to_owned();
+        (answer.status().as_u16(), used)
+    };
+    assert_eq!(first.header("x-ratelimit-used"), "1");
+    assert_eq!(again(first.header("etag")).await, (304, "1".into()));
+    bed.jit("a", &["x"]).await;
+    assert_eq!(again(first.header("etag")).await, (200, "3".into()));
+    bed.finish().await;
+}
+
+#[tokio::test]
 async fn too_many_jit_configs_in_a_minute_meet_the_secondary_limit() {
     for retry_after in [Some(7), None] {
         let secondary = Secondary { jit_configs_per_minute: 2, retry_after, ..Secondary::default() };
