@@ -280,11 +280,18 @@ impl GitHub {
         let route = format!("{}/actions/runners/{id}", scope.route());
         match self.sessions.call::<Option<IgnoredAny>>(credentials, scope, Method::DELETE, &route, None).await {
             Ok(_) => Ok(Removal::Deleted),
-            Err(GitHubError::NotFound(_)) => Ok(Removal::Gone),
+            Err(GitHubError::NotFound(_)) => self.sees_runners(credentials, scope).await.map(|()| Removal::Gone),
             // GitHub refuses to delete a runner only while it runs a job.
-            Err(GitHubError::Refused(_) | GitHubError::Busy) => Ok(Removal::Busy),
+            Err(GitHubError::Refused(_)) => Ok(Removal::Busy),
             Err(error) => Err(error),
         }
+    }
+
+    /// Whether a 404 is about a runner itself: a renamed organisation's old name, for example, is answered 404 too.
+    async fn sees_runners(&self, credentials: &Credentials, scope: &Scope) -> Result<(), GitHubError> {
+        let route = format!("{}/actions/runners?per_page=1", scope.route());
+        let _: RunnerPage = self.sessions.call(credentials, scope, Method::GET, &route, None).await?;
+        Ok(())
     }
 
     /// Removes the runner with this name. It lists runners first: an empty list proves that there is none, while a 404
@@ -302,14 +309,27 @@ impl GitHub {
         }
     }
 
-    /// A job of a repository, given as `owner/name`.
+    /// A job of a repository, given as `owner/name`. `NotFound` means that the repository is seen and has no such job.
     pub async fn job(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<WorkflowJob, GitHubError> {
         let scope = repository_scope(repository);
         let route = format!("{}/actions/jobs/{id}", scope.route());
-        self.sessions.get_in_background(credentials, &scope, &route).await
+        let job = self.sessions.get_in_background(credentials, &scope, &route).await;
+        if let Err(GitHubError::NotFound(_)) = job {
+            self.sees_repository(credentials, &scope).await?;
+        }
+        job
     }
 
-    /// Whether a workflow run has completed.
+    async fn sees_repository(&self, credentials: &Credentials, scope: &Scope) -> Result<(), GitHubError> {
+        match self.sessions.get_in_background::<IgnoredAny>(credentials, scope, &scope.route()).await {
+            Err(GitHubError::NotFound(_)) => {
+                Err(GitHubError::Unexpected(format!("404 for the whole repository {scope}")))
+            }
+            outcome => outcome.map(drop),
+        }
+    }
+
+    /// Whether a workflow run has completed. `NotFound` is about the run, as above.
     pub async fn run_is_over(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<bool, GitHubError> {
         #[derive(Deserialize)]
         struct Run {
@@ -317,8 +337,11 @@ impl GitHub {
         }
         let scope = repository_scope(repository);
         let route = format!("{}/actions/runs/{id}", scope.route());
-        let run: Run = self.sessions.get_in_background(credentials, &scope, &route).await?;
-        Ok(run.status == "completed")
+        let run = self.sessions.get_in_background::<Run>(credentials, &scope, &route).await;
+        if let Err(GitHubError::NotFound(_)) = run {
+            self.sees_repository(credentials, &scope).await?;
+        }
+        Ok(run?.status == "completed")
     }
 }
 

@@ -199,7 +199,7 @@ async fn an_owner_without_the_app_gets_a_clear_error() {
     stage.simulator.organization("other");
     let scope = Scope::Organization("other".into());
     let error = stage.github.registration_token(&stage.app, &scope).await.unwrap_err();
-    assert_eq!(error, GitHubError::NotFound("the App is not installed for other".into()));
+    assert_eq!(error, GitHubError::NoInstallation("the App is not installed for other".into()));
     assert!(error.is_final());
 }
 
@@ -215,6 +215,114 @@ async fn a_token_of_a_person_and_a_repository_work_too() {
     assert_eq!(stage.github.delete_runner(&token, &scope, jit.runner_id).await, Ok(Removal::Deleted));
     stage.github.registration_token(&token, &scope).await.unwrap();
     stage.github.remove_token(&token, &scope).await.unwrap();
+}
+
+#[tokio::test]
+async fn i8_a_busy_runner_is_not_called_gone_because_its_installation_is() {
+    let stage = stage().await;
+    let installation = stage.simulator.install(stage.app.app().unwrap(), "acme").unwrap();
+    stage.simulator.uninstall(installation - 1);
+    for pinned in [Some(i64::try_from(installation).unwrap()), None] {
+        let app = stage.app.clone().for_installation(pinned);
+        let name = format!("r{}", pinned.is_some());
+        let jit =
+            stage.github.create_jit_config(&app, &stage.scope, &name, &["rv".into()], Some("Boards")).await.unwrap();
+        let delete = async || stage.github.delete_runner(&app, &stage.scope, jit.runner_id).await;
+        let current = stage.simulator.installation_of("acme").unwrap();
+        stage.simulator.suspend(current, true);
+        let suspended = delete().await.unwrap_err();
+        assert!(suspended.to_string().contains("suspended"), "{suspended}");
+        stage.simulator.suspend(current, false);
+        stage.simulator.uninstall(current);
+        let gone = delete().await.unwrap_err();
+        assert!(gone.to_string().contains("the App is not installed for acme"), "{gone}");
+        stage.simulator.install(stage.app.app().unwrap(), "acme").unwrap();
+        assert_eq!(delete().await, Ok(Removal::Deleted), "the new installation is found");
+        assert_eq!(delete().await, Ok(Removal::Gone));
+    }
+}
+
+#[tokio::test]
+async fn a_wrong_installation_id_is_looked_up() {
+    let stage = stage().await;
+    stage.simulator.organization("other");
+    let other = stage.simulator.install(stage.app.app().unwrap(), "other").unwrap();
+    for wrong in [other, 1] {
+        let app = stage.app.clone().for_installation(i64::try_from(wrong).ok());
+        let github = GitHub::new(&stage.simulator.api_url(), stage.fence.clone());
+        let name = format!("r{wrong}");
+        let jit = github.create_jit_config(&app, &stage.scope, &name, &["rv".into()], Some("Boards")).await.unwrap();
+        assert_eq!(github.delete_runner(&app, &stage.scope, jit.runner_id).await, Ok(Removal::Deleted));
+    }
+}
+
+#[tokio::test]
+async fn a_404_is_about_the_runner_or_the_job_only_if_the_rest_is_seen() {
+    let stage = stage().await;
+    let jit = stage.jit("a").await.unwrap();
+    let request = JobRequest { owner: "acme".into(), repo: "hello".into(), ..JobRequest::default() };
+    let job = i64::try_from(stage.simulator.queue_job(request).unwrap().id).unwrap();
+    let asked = async || stage.github.job(&stage.app, "acme/hello", job).await;
+    asked().await.unwrap();
+    assert!(matches!(stage.github.job(&stage.app, "acme/hello", 7).await, Err(GitHubError::NotFound(_))));
+    stage.simulator.restrict(stage.simulator.installation_of("acme").unwrap(), None, Some(vec![]));
+    let hidden = asked().await.unwrap_err();
+    assert!(hidden.to_string().contains("repository acme/hello"), "{hidden}");
+    stage.simulator.rename_owner("acme", "apex");
+    let renamed = stage.github.delete_runner(&stage.app, &stage.scope, jit.runner_id).await;
+    assert!(renamed.is_err(), "{renamed:?}");
+}
+
+#[tokio::test]
+async fn renamed_repositories_are_followed_and_other_hosts_are_not() {
+    let stage = stage().await;
+    let scope = Scope::Repository { owner: "acme".into(), name: "hello".into() };
+    let jit = stage.github.create_jit_config(&stage.app, &scope, "a", &["rv".into()], None).await.unwrap();
+    stage.simulator.rename_repository("acme", "hello", "goodbye");
+    assert!(stage.github.runner_by_name(&stage.app, &scope, "a").await.unwrap().is_some());
+    assert_eq!(stage.github.delete_runner(&stage.app, &scope, jit.runner_id).await, Ok(Removal::Deleted));
+    let other = Simulator::start(Options::default()).await.unwrap();
+    let here = stage.simulator.api_url();
+    for (status, location, follows) in [
+        (301, format!("{here}/orgs/acme/actions/runners"), true),
+        (307, "/api/v3/orgs/acme/actions/runners".to_owned(), true),
+        (308, format!("{here}/orgs/acme/actions/runners"), true),
+        (308, format!("{}/orgs/acme/actions/runners", other.api_url()), false),
+        (302, format!("{}.evil.example/x", stage.simulator.html_url()), false),
+    ] {
+        stage.fail("GET", "/orgs/acme/actions/runners", Effect::Redirect { status, location: location.clone() });
+        let listed = stage.github.runner_by_name(&stage.app, &stage.scope, "a").await;
+        assert_eq!(listed.is_ok(), follows, "{status} {location}: {listed:?}");
+    }
+    assert_eq!(other.calls(), [], "no token goes to another host");
+}
+
+#[tokio::test]
+async fn an_answer_that_nobody_expects_does_not_mean_busy() {
+    let stage = stage().await;
+    for status in [400, 410, 418, 451] {
+        let jit = stage.jit("a").await.unwrap();
+        let odd = Effect::Status { status, retry_after: None, reset_in: None };
+        stage.fail("DELETE", "/orgs/acme/actions/runners/*", odd);
+        let delete = async || stage.github.delete_runner(&stage.app, &stage.scope, jit.runner_id).await;
+        let error = delete().await.unwrap_err();
+        assert!(error.to_string().contains(&status.to_string()) && !error.is_final(), "{error}");
+        assert_eq!(delete().await, Ok(Removal::Deleted));
+    }
+}
+
+#[tokio::test]
+async fn what_has_not_changed_is_read_for_free() {
+    let simulator = Simulator::start(Options { hourly_limit: 20, ..Options::default() }).await.unwrap();
+    let stage = stage_at(simulator);
+    let request = JobRequest { owner: "acme".into(), repo: "hello".into(), ..JobRequest::default() };
+    let job = stage.simulator.queue_job(request).unwrap().id;
+    let asked = async || stage.github.job(&stage.app, "acme/hello", i64::try_from(job).unwrap()).await.unwrap().status;
+    for _ in 0..40 {
+        assert_eq!(asked().await, "queued");
+    }
+    stage.simulator.cancel_job(job);
+    assert_eq!(asked().await, "completed");
 }
 
 #[test]

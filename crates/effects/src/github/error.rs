@@ -4,9 +4,11 @@ use std::time::Duration;
 
 use http::{HeaderMap, StatusCode};
 use jiff::{SignedDuration, Timestamp};
-use paddock_core::backoff::Backoff;
+use paddock_core::{backoff::Backoff, demand::quota::Scope};
 use serde::Deserialize;
 
+/// GitHub's message for a JWT of an App that does not exist.
+const UNKNOWN_APP: &str = "Integration not found";
 /// The window of the primary rate limit.
 const MAX_RATE_LIMIT_WAIT: Duration = Duration::from_hours(1);
 /// Used if a rate limited response has no reset time. GitHub documents at least a minute, and more on repetition.
@@ -16,6 +18,9 @@ const RATE_LIMIT_BACKOFF: Backoff = Backoff::new(Duration::from_mins(1), MAX_RAT
 pub enum GitHubError {
     #[error("GitHub does not know it, or does not show it to these credentials: {0}")]
     NotFound(String),
+    /// The App has no installation at the owner, or a suspended one. That says nothing about runners and jobs there.
+    #[error("{0}")]
+    NoInstallation(String),
     #[error("GitHub does not accept the credentials: {0}")]
     Unauthorized(String),
     #[error("GitHub does not allow it; check the App's permissions: {0}")]
@@ -33,6 +38,9 @@ pub enum GitHubError {
     NoAnswer(Duration),
     #[error("GitHub refuses it: {0}")]
     Refused(String),
+    /// An answer that GitHub does not document; nothing follows from it.
+    #[error("GitHub answers as nobody expects: {0}")]
+    Unexpected(String),
     #[error(transparent)]
     Fenced(#[from] crate::fence::Fenced),
 }
@@ -41,14 +49,37 @@ impl GitHubError {
     /// Whether a retry gives the same error.
     pub const fn is_final(&self) -> bool {
         match self {
-            Self::NotFound(_) | Self::Unauthorized(_) | Self::Forbidden(_) | Self::Refused(_) => true,
+            Self::NotFound(_)
+            | Self::NoInstallation(_)
+            | Self::Unauthorized(_)
+            | Self::Forbidden(_)
+            | Self::Refused(_) => true,
             Self::NameTaken
             | Self::Busy
             | Self::RateLimited { .. }
             | Self::Unavailable(_)
             | Self::NoAnswer(_)
+            | Self::Unexpected(_)
             | Self::Fenced(_) => false,
         }
+    }
+
+    /// GitHub's answer about the installation of an App.
+    pub(super) fn of_installation(self, scope: &Scope) -> Self {
+        match self {
+            Self::NotFound(message) if message == UNKNOWN_APP => Self::Unauthorized(message),
+            Self::NotFound(_) => Self::NoInstallation(format!("the App is not installed for {scope}")),
+            error => error,
+        }
+    }
+
+    pub(super) fn suspended(scope: &Scope) -> Self {
+        Self::NoInstallation(format!("the App's installation for {scope} is suspended; its owner can unsuspend it"))
+    }
+
+    /// Whether a token is refused because its installation is suspended.
+    pub(super) fn is_suspension(&self) -> bool {
+        matches!(self, Self::Forbidden(message) if message.contains("has been suspended"))
     }
 
     /// Maps an error response. `failures` is the number of consecutive rate limited responses before this one.
@@ -62,8 +93,9 @@ impl GitHubError {
             },
             404 => Self::NotFound(message),
             409 => Self::NameTaken,
+            422 => Self::Refused(format!("{status}: {message}")),
             500.. => Self::Unavailable(format!("{status}: {message}")),
-            _ => Self::Refused(format!("{status}: {message}")),
+            _ => Self::Unexpected(format!("{status}: {message}")),
         }
     }
 }
@@ -154,6 +186,9 @@ mod tests {
         assert_eq!(error(409, &[], "Already exists", 0), GitHubError::NameTaken);
         assert!(matches!(error(422, &[], "x", 0), GitHubError::Refused(_)));
         assert!(matches!(error(503, &[], "x", 0), GitHubError::Unavailable(_)));
+        for status in [400, 405, 410, 418, 451] {
+            assert!(matches!(error(status, &[], "x", 0), GitHubError::Unexpected(_)), "{status}");
+        }
         let page = GitHubError::of(StatusCode::BAD_GATEWAY, &HeaderMap::new(), &"<p>".repeat(900), 0, NOW);
         assert!(page.to_string().len() < 400);
     }

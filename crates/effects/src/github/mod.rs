@@ -5,6 +5,9 @@ mod concurrency;
 pub mod credentials;
 pub mod delivery_log;
 pub mod error;
+mod etags;
+mod rate_limits;
+mod redirect;
 mod session;
 
 pub use client::{GitHub, JitConfig, KnownRunner, Removal, WorkflowJob};

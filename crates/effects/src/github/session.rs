@@ -7,7 +7,10 @@ use std::{
 };
 
 use futures::FutureExt;
-use http::{HeaderMap, Method};
+use http::{
+    HeaderMap, HeaderValue, Method, StatusCode,
+    header::{ETAG, IF_NONE_MATCH},
+};
 use jiff::{SignedDuration, Timestamp};
 use octocrab::{Octocrab, service::middleware::retry::RetryConfig};
 use paddock_core::demand::quota::Scope;
@@ -19,6 +22,9 @@ use super::{
     concurrency::Concurrency,
     credentials::{Auth, Credentials, jwt},
     error::GitHubError,
+    etags::Answers,
+    rate_limits::{Account, Lane, RateLimits},
+    redirect::{self, MAX_REDIRECTS},
 };
 use crate::{
     cache::ExpiringCache,
@@ -32,56 +38,6 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Installation tokens expire after an hour.
 const TOKEN_LIFETIME: SignedDuration = SignedDuration::from_mins(59);
 
-/// What GitHub's rate limits apply to: an App itself, one of its installations, or a token.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Account {
-    fingerprint: String,
-    installation: Option<u64>,
-}
-
-/// The priority of a call while little of the hourly limit is left.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Lane {
-    /// A job waits for it, or it releases something.
-    Urgent,
-    /// It can be retried later. The last tenth of the limit is reserved for urgent calls.
-    Background,
-}
-
-/// The rate limit of an account.
-#[derive(Clone, Copy, Default)]
-struct RateLimitState {
-    /// No request is sent before.
-    until: Option<Timestamp>,
-    /// Consecutive rate limited responses.
-    failures: u32,
-    budget: Option<Budget>,
-}
-
-/// The remaining hourly limit, according to the last response.
-#[derive(Clone, Copy)]
-struct Budget {
-    limit: i64,
-    remaining: i64,
-    reset: Timestamp,
-}
-
-impl Budget {
-    fn of(headers: &HeaderMap) -> Option<Self> {
-        let number = |name: &str| headers.get(name)?.to_str().ok()?.trim().parse::<i64>().ok();
-        let reset = Timestamp::from_second(number("x-ratelimit-reset")?).ok()?;
-        Some(Self { limit: number("x-ratelimit-limit")?, remaining: number("x-ratelimit-remaining")?, reset })
-    }
-
-    fn allows(self, lane: Lane, now: Timestamp) -> bool {
-        let required = match lane {
-            Lane::Urgent => 1,
-            Lane::Background => self.limit / 10,
-        };
-        now >= self.reset || self.remaining >= required
-    }
-}
-
 /// Limit of cached tokens and installation ids; larger than the number of installations in practice.
 const CACHED_OWNERS: usize = 4096;
 
@@ -91,9 +47,10 @@ pub(super) struct Sessions {
     /// By fingerprint: an App's own client, or a token's.
     clients: Mutex<HashMap<String, Octocrab>>,
     tokens: ExpiringCache<Account, SecretString>,
-    /// By credential and owner.
+    /// By credential and owner, as GitHub named them. What a claim or a Secret says is used until it does not work.
     installations: ExpiringCache<(String, String), u64>,
-    rate_limits: Mutex<HashMap<Account, RateLimitState>>,
+    answers: Answers<(Account, String)>,
+    rate_limits: RateLimits,
     concurrency: Concurrency,
 }
 
@@ -105,13 +62,15 @@ impl Sessions {
             clients: Mutex::default(),
             tokens: ExpiringCache::new(CACHED_OWNERS),
             installations: ExpiringCache::new(CACHED_OWNERS),
-            rate_limits: Mutex::default(),
+            answers: Answers::default(),
+            rate_limits: RateLimits::default(),
             concurrency: Concurrency::new(),
         }
     }
 
-    /// One call with the credentials for `scope`. After a 401 it is retried once with a new token, because nothing was
-    /// done. No other failure is retried: the call may have succeeded and only the response was lost.
+    /// One call with the credentials for `scope`. It is retried once with a new token after a 401, or if it turns out that
+    /// the installation is not the owner's, because nothing was done. No other failure is retried: the call may have
+    /// succeeded and only the response was lost.
     pub async fn call<T: DeserializeOwned>(
         &self,
         credentials: &Credentials,
@@ -145,13 +104,12 @@ impl Sessions {
         let exchange = async {
             let (client, account) = self.session(credentials, scope).await?;
             let outcome = self.send(lane, &client, &account, method.clone(), route, body).await;
-            match (outcome, account.installation) {
-                (Err(GitHubError::Unauthorized(_)), Some(_)) => {
-                    self.tokens.invalidate(&account).await;
+            match outcome {
+                Err(error) if self.is_of_session(&error, credentials, scope, &account).await? => {
                     let (client, account) = self.session(credentials, scope).await?;
                     self.send(lane, &client, &account, method, route, body).await
                 }
-                (outcome, _) => outcome,
+                outcome => outcome,
             }
         };
         self.concurrency.owner_limit(&credentials.fingerprint, scope).run(exchange).await
@@ -198,22 +156,72 @@ impl Sessions {
         let base = self.client(credentials)?;
         let own = Account { fingerprint: credentials.fingerprint.clone(), installation: None };
         let Auth::App { installation, .. } = &credentials.auth else { return Ok((base, own)) };
-        let installation = match installation {
-            Some(id) => *id,
+        let key = installation_key(&own, scope);
+        let mut id = match self.installations.last(&key).await.or(*installation) {
+            Some(id) => id,
             None => self.find_installation(credentials, &own, scope).await?,
         };
-        let account = Account { installation: Some(installation), ..own.clone() };
-        let fetch = self.new_token(credentials, &own, scope, installation).boxed();
-        let token = self.tokens.get_or_fetch(account.clone(), fetch).await?;
+        let token = match self.token(credentials, &own, scope, id).await {
+            // The App may have been reinstalled, or the claim's id is wrong.
+            Err(GitHubError::NoInstallation(why)) => {
+                self.installations.invalidate(&key).await;
+                let found = self.find_installation(credentials, &own, scope).await?;
+                if found == id {
+                    return Err(GitHubError::NoInstallation(why));
+                }
+                id = found;
+                self.token(credentials, &own, scope, id).await?
+            }
+            token => token?,
+        };
         let client = base.user_access_token(token).map_err(unavailable)?;
-        Ok((client, account))
+        Ok((client, Account { installation: Some(id), ..own }))
+    }
+
+    /// Whether a call failed because of its token or installation, and can be repeated with others. An error if the App
+    /// has no installation there: then the failure says nothing about what was asked for.
+    async fn is_of_session(
+        &self,
+        error: &GitHubError,
+        credentials: &Credentials,
+        scope: &Scope,
+        account: &Account,
+    ) -> Result<bool, GitHubError> {
+        let Some(id) = account.installation else { return Ok(false) };
+        match error {
+            GitHubError::Unauthorized(_) => {
+                self.tokens.invalidate(account).await;
+                Ok(true)
+            }
+            // A new token tells whether it is suspended.
+            error if error.is_suspension() => {
+                self.tokens.invalidate(account).await;
+                Ok(true)
+            }
+            // The token may be for another owner's installation.
+            GitHubError::NotFound(_) | GitHubError::Forbidden(_) => {
+                let own = Account { installation: None, ..account.clone() };
+                Ok(self.find_installation(credentials, &own, scope).await? != id)
+            }
+            _ => Ok(false),
+        }
+    }
+
+    async fn token(
+        &self,
+        credentials: &Credentials,
+        own: &Account,
+        scope: &Scope,
+        installation: u64,
+    ) -> Result<SecretString, GitHubError> {
+        let account = Account { installation: Some(installation), ..own.clone() };
+        self.tokens.get_or_fetch(account, self.new_token(credentials, scope, installation).boxed()).await
     }
 
     /// A new token and its time to live.
     async fn new_token(
         &self,
         app: &Credentials,
-        own: &Account,
         scope: &Scope,
         installation: u64,
     ) -> Result<(SecretString, Duration), GitHubError> {
@@ -224,11 +232,11 @@ impl Sessions {
         }
         let route = format!("/app/installations/{installation}/access_tokens");
         let answer = self.send_as_app::<Answer>(Lane::Urgent, app, Method::POST, &route).await;
-        if let Err(GitHubError::NotFound(_)) = answer {
-            // The App may have been reinstalled: look the installation up again.
-            self.installations.invalidate(&installation_key(own, scope)).await;
-        }
-        let (_, answer) = answer.map_err(|error| uninstalled(error, scope))?;
+        let (_, answer) = answer.map_err(|error| match error {
+            // The App itself needs no permission for it.
+            GitHubError::Forbidden(_) => GitHubError::suspended(scope),
+            error => error.of_installation(scope),
+        })?;
         let left = answer.expires_at.duration_since(clock::now()) - SignedDuration::from_mins(1);
         Ok((answer.token.into(), Duration::try_from(left.min(TOKEN_LIFETIME)).unwrap_or_default()))
     }
@@ -241,7 +249,7 @@ impl Sessions {
         let fetch = async {
             let route = format!("{}/installation", scope.route());
             let found = self.send_as_app::<Answer>(Lane::Urgent, app, Method::GET, &route).await;
-            found.map(|(_, found)| (found.id, Duration::MAX)).map_err(|error| uninstalled(error, scope))
+            found.map(|(_, found)| (found.id, Duration::MAX)).map_err(|error| error.of_installation(scope))
         }
         .boxed();
         self.installations.get_or_fetch(installation_key(own, scope), fetch).await
@@ -280,7 +288,7 @@ impl Sessions {
         parse(&text)
     }
 
-    /// Sends one request, unless it is rate limited, or a write while the fence is closed.
+    /// Sends one request, unless it is rate limited, or a write while the fence is closed, and follows its redirects.
     async fn exchange(
         &self,
         lane: Lane,
@@ -290,71 +298,74 @@ impl Sessions {
         route: &str,
         body: Option<&Value>,
     ) -> Result<(HeaderMap, String), GitHubError> {
+        let key = (account.clone(), route.to_owned());
+        let known = if lane == Lane::Background { self.answers.get(&key) } else { None };
+        let mut route = route.to_owned();
+        for _ in 0..=MAX_REDIRECTS {
+            let failures = self.rate_limits.check(account, lane)?;
+            let tag = known.as_ref().map(|known| &known.tag);
+            let (status, headers, text) = self.send_once(client, &method, &route, body, tag).await?;
+            self.rate_limits.note_budget(account, &headers);
+            if let Some(next) = redirect::target(&self.api_url, status, &headers)? {
+                tracing::debug!(route, next, "GitHub redirects");
+                route = next;
+                continue;
+            }
+            let text = match known {
+                Some(known) if status == StatusCode::NOT_MODIFIED => known.text.to_string(),
+                _ if status.is_success() => text,
+                _ => {
+                    let error = GitHubError::of(status, &headers, &text, failures, clock::now());
+                    if let GitHubError::RateLimited { until } = error {
+                        tracing::warn!(%until, route, "GitHub rate limit reached");
+                        self.rate_limits.record(account, Some(until));
+                    }
+                    return Err(error);
+                }
+            };
+            self.rate_limits.record(account, None);
+            if let (Lane::Background, StatusCode::OK, Some(tag)) = (lane, status, headers.get(ETAG)) {
+                self.answers.keep(key, tag.clone(), &text);
+            }
+            return Ok((headers, text));
+        }
+        Err(GitHubError::Unexpected("too many redirects".into()))
+    }
+
+    async fn send_once(
+        &self,
+        client: &Octocrab,
+        method: &Method,
+        route: &str,
+        body: Option<&Value>,
+        tag: Option<&HeaderValue>,
+    ) -> Result<(StatusCode, HeaderMap, String), GitHubError> {
         let _permit = self.concurrency.acquire().await;
-        let failures = self.check_rate_limit(account, lane)?;
         if method != Method::GET {
             self.fence.check()?;
         }
         let sent = Instant::now();
         let exchange = async {
-            let answer = match method {
+            let answer = match *method {
                 Method::POST => client._post(route, body).await,
                 Method::DELETE => client._delete(route, body).await,
-                _ => client._get(route).await,
+                _ => {
+                    let headers = tag.map(|tag| HeaderMap::from_iter([(IF_NONE_MATCH, tag.clone())]));
+                    client._get_with_headers(route, headers).await
+                }
             };
             let answer = answer.map_err(unavailable)?;
             let (status, headers) = (answer.status(), answer.headers().clone());
             clock::note(Service::GitHub, headers.get("date").and_then(|date| date.to_str().ok()), sent);
             let text = client.body_to_string(answer).await.map_err(unavailable)?;
-            Ok::<_, GitHubError>((status, headers, text))
+            Ok((status, headers, text))
         };
-        let (status, headers, text) =
-            tokio::time::timeout(CALL_TIMEOUT, exchange).await.map_err(|_| GitHubError::NoAnswer(Duration::ZERO))??;
-        if let Some(budget) = Budget::of(&headers) {
-            let mut rate_limits = self.rate_limits.lock().unwrap_or_else(PoisonError::into_inner);
-            rate_limits.entry(account.clone()).or_default().budget = Some(budget);
-        }
-        if status.is_success() {
-            self.record_rate_limit(account, None);
-            return Ok((headers, text));
-        }
-        let error = GitHubError::of(status, &headers, &text, failures, clock::now());
-        if let GitHubError::RateLimited { until } = error {
-            tracing::warn!(%until, route, "GitHub rate limit reached");
-            self.record_rate_limit(account, Some(until));
-        }
-        Err(error)
-    }
-
-    /// The consecutive rate limited responses so far; an error while the account is limited.
-    fn check_rate_limit(&self, account: &Account, lane: Lane) -> Result<u32, GitHubError> {
-        let rate_limits = self.rate_limits.lock().unwrap_or_else(PoisonError::into_inner);
-        let rate_limit = rate_limits.get(account).copied().unwrap_or_default();
-        let now = clock::now();
-        match (rate_limit.until, rate_limit.budget) {
-            (Some(until), _) if now < until => Err(GitHubError::RateLimited { until }),
-            (_, Some(budget)) if !budget.allows(lane, now) => Err(GitHubError::RateLimited { until: budget.reset }),
-            _ => Ok(rate_limit.failures),
-        }
-    }
-
-    fn record_rate_limit(&self, account: &Account, limited: Option<Timestamp>) {
-        let mut rate_limits = self.rate_limits.lock().unwrap_or_else(PoisonError::into_inner);
-        let rate_limit = rate_limits.entry(account.clone()).or_default();
-        rate_limit.failures = if limited.is_some() { rate_limit.failures + 1 } else { 0 };
-        rate_limit.until = limited;
+        tokio::time::timeout(CALL_TIMEOUT, exchange).await.map_err(|_| GitHubError::NoAnswer(Duration::ZERO))?
     }
 }
 
 fn installation_key(own: &Account, scope: &Scope) -> (String, String) {
     (own.fingerprint.clone(), scope.owner().to_lowercase())
-}
-
-fn uninstalled(error: GitHubError, scope: &Scope) -> GitHubError {
-    match error {
-        GitHubError::NotFound(_) => GitHubError::NotFound(format!("the App is not installed for {scope}")),
-        error => error,
-    }
 }
 
 fn parse<T: DeserializeOwned>(text: &str) -> Result<T, GitHubError> {
