@@ -9,6 +9,7 @@ use paddock_core::{
     api::{ClaimReason, RunnerClaim, RunnerPool, Worker},
     boards::slots::Capacity,
     demand::{
+        refusals::Subject,
         schedule::{Decision, DemandFacts, Plan, Wait, decide},
         supply::drop_records,
     },
@@ -89,7 +90,7 @@ impl BoardContext {
         let mut workers = self.all_workers();
         let (pools, mut claims) = (stores.pools.store.state(), stores.claims.store.state());
         if self.timers.due("board memory", RESYNC_PERIOD) {
-            self.memory.tidy(&claims, &workers);
+            self.memory.tidy(&claims, &workers, clock::now());
         }
         let jobs = lock(&self.memory.jobs).clone();
         drop_records(&mut claims, &mut workers, &jobs);
@@ -103,7 +104,7 @@ impl BoardContext {
             limits: &limits.unwrap_or_default(),
             not_ready: &not_ready,
             jobs: &jobs,
-            owner_backoffs: &self.memory.owner_backoffs(),
+            refusals: &self.memory.refusals(),
             prefix: &self.prefix,
             now: clock::now(),
         });
@@ -164,6 +165,7 @@ impl BoardContext {
     /// Creates a worker, or returns why the API server refuses it.
     async fn create_worker(&self, claim: &RunnerClaim, worker: Worker) -> Result<Option<Wait>, Error> {
         let name = worker.name_any();
+        let subject = Subject::Claim(claim.uid().unwrap_or_default());
         // Both before the call: the worker may be reconciled before the response, and the response may be lost.
         lock(&self.memory.fresh).insert(name.clone());
         self.reservations.insert(worker.clone());
@@ -171,6 +173,7 @@ impl BoardContext {
             Ok(created) => {
                 tracing::info!(worker = name, claim = claim.name_any(), "worker created");
                 self.reservations.insert(created);
+                self.memory.accept(&[subject]);
                 Ok(None)
             }
             // Created earlier, by us with a lost response or by the previous leader; the cache will show it.
@@ -180,8 +183,10 @@ impl BoardContext {
             }
             Err(error) if objects::is_refusal(&error) => {
                 self.reservations.remove(&worker);
-                let message = format!("the worker is refused: {error}");
-                Ok(Some(Wait { reason: ClaimReason::InternalError, message, retry_at: None }))
+                lock(&self.memory.fresh).remove(&name);
+                let (message, now) = (format!("the worker is refused: {error}"), clock::now());
+                let retry_at = Some(self.memory.refuse(subject, message.clone(), now, Duration::ZERO, now));
+                Ok(Some(Wait { reason: ClaimReason::InternalError, message, retry_at }))
             }
             Err(error) => Err(KubeError::new(format!("cannot create Worker {name}"))(error).into()),
         }

@@ -5,7 +5,11 @@ use std::time::Duration;
 use jiff::SignedDuration;
 use paddock_core::{
     api::{BoardPool, BoardWorker, Owner},
-    demand::quota::{self, NoRepository, Scope},
+    boards::removal::Obstacle,
+    demand::{
+        quota::{self, NoRepository, Registration, Scope},
+        refusals::Subject,
+    },
 };
 use paddock_effects::{
     clock,
@@ -44,6 +48,11 @@ impl RunnerScope {
         };
         let secret = quota::credentials_ref(pool, owner).name.clone();
         Ok(Self { namespace: namespace.to_owned(), secret, scope, group })
+    }
+
+    pub fn registration(&self) -> Registration {
+        let Self { namespace, secret, scope, .. } = self.clone();
+        Registration { namespace, secret, scope }
     }
 }
 
@@ -85,6 +94,62 @@ impl AccountError {
             Self::Credentials(_) => false,
         }
     }
+
+    /// What the failure to register a runner belongs to, besides its claim: others that share it wait.
+    pub fn subject(&self, registration: Registration) -> Option<Subject> {
+        match self {
+            Self::Credentials(_) | Self::GitHub(GitHubError::Unauthorized(_)) => {
+                Some(Subject::credentials(&registration))
+            }
+            Self::GitHub(
+                GitHubError::NotFound(_)
+                | GitHubError::NoInstallation(_)
+                | GitHubError::Forbidden(_)
+                | GitHubError::RateLimited { .. }
+                | GitHubError::Unavailable(_)
+                | GitHubError::NoAnswer(_)
+                | GitHubError::Unexpected(_),
+            ) => Some(Subject::Owner(registration)),
+            // The claim's own labels, and its runner's name.
+            Self::GitHub(
+                GitHubError::Refused(_) | GitHubError::NameTaken | GitHubError::Busy | GitHubError::Fenced(_),
+            )
+            | Self::NoRepository(_) => None,
+        }
+    }
+
+    /// Whether the same happens to every question about the owner's jobs, whatever their repository.
+    pub fn is_of_owner(&self) -> bool {
+        match self {
+            Self::Credentials(_) => true,
+            Self::GitHub(error) => match error {
+                GitHubError::NoInstallation(_)
+                | GitHubError::Unauthorized(_)
+                | GitHubError::RateLimited { .. }
+                | GitHubError::NoAnswer(_)
+                | GitHubError::Fenced(_) => true,
+                GitHubError::NotFound(_)
+                | GitHubError::Forbidden(_)
+                | GitHubError::NameTaken
+                | GitHubError::Busy
+                | GitHubError::Unavailable(_)
+                | GitHubError::Refused(_)
+                | GitHubError::Unexpected(_) => false,
+            },
+            Self::NoRepository(_) => false,
+        }
+    }
+
+    /// Why a runner was not removed. `deleting`: its pool is being deleted, and the credentials may go first.
+    pub fn obstacle(&self, deleting: bool) -> Obstacle {
+        match self {
+            Self::NoRepository(_) => Obstacle::Final,
+            Self::Credentials(CredentialsError::Missing(_)) if deleting => Obstacle::Final,
+            Self::Credentials(_) | Self::GitHub(GitHubError::Unexpected(_)) => Obstacle::Refused,
+            Self::GitHub(error) if error.is_final() => Obstacle::Refused,
+            Self::GitHub(_) => Obstacle::Outage,
+        }
+    }
 }
 
 impl BoardContext {
@@ -106,5 +171,35 @@ impl BoardContext {
     ) -> Result<Account, AccountError> {
         let credentials = self.shared.credentials.get_or_last(&runner_scope.namespace, &runner_scope.secret).await?;
         Ok(Account { credentials: credentials.for_installation(installation), scope: runner_scope.scope.clone() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_belongs_to_the_claim_the_credentials_or_the_owner() {
+        let place =
+            Registration { namespace: "ci".into(), secret: "app".into(), scope: Scope::Organization("acme".into()) };
+        let (owner, credentials) = (Some(Subject::Owner(place.clone())), Some(Subject::credentials(&place)));
+        let text = String::new;
+        for (error, subject, of_owner, obstacle) in [
+            (GitHubError::Refused(text()), None, false, Obstacle::Refused),
+            (GitHubError::NameTaken, None, false, Obstacle::Outage),
+            (GitHubError::Unauthorized(text()), credentials.clone(), true, Obstacle::Refused),
+            (GitHubError::NoInstallation(text()), owner.clone(), true, Obstacle::Refused),
+            (GitHubError::Forbidden(text()), owner.clone(), false, Obstacle::Refused),
+            (GitHubError::Unexpected(text()), owner.clone(), false, Obstacle::Refused),
+            (GitHubError::RateLimited { until: clock::now() }, owner.clone(), true, Obstacle::Outage),
+            (GitHubError::NoAnswer(Duration::ZERO), owner, true, Obstacle::Outage),
+        ] {
+            let error = AccountError::from(error);
+            let found = (error.subject(place.clone()), error.is_of_owner(), error.obstacle(false));
+            assert_eq!(found, (subject, of_owner, obstacle), "{error:?}");
+        }
+        let missing = AccountError::from(CredentialsError::Missing("app".into()));
+        assert_eq!(missing.subject(place), credentials);
+        assert_eq!([false, true].map(|deleting| missing.obstacle(deleting)), [Obstacle::Refused, Obstacle::Final]);
     }
 }

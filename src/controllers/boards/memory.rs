@@ -11,10 +11,14 @@ use kube::ResourceExt;
 use paddock_core::{
     api::RunnerClaim,
     backoff::Backoff,
-    boards::health::{Binding, RunnerState, Sighting},
+    boards::{
+        health::{Binding, RunnerState, Sighting},
+        removal,
+    },
     demand::{
         job::JobSeen,
-        schedule::{OwnerBackoff, Wait},
+        refusals::{Refusal, Subject},
+        schedule::Wait,
     },
     names::PoolKey,
 };
@@ -22,8 +26,12 @@ use paddock_effects::github::KnownRunner;
 
 use super::{accounts::RunnerScope, lock};
 
-/// The backoff of an owner for whom GitHub creates no runner.
-const OWNER_BACKOFF: Backoff = Backoff::new(Duration::from_secs(15), Duration::from_secs(600));
+/// The backoff of a question about one job that GitHub does not answer.
+const JOB_BACKOFF: Backoff = Backoff::new(Duration::from_secs(15), Duration::from_secs(600));
+/// The longest pause that a refusal may ask for.
+const MAX_PAUSE: Duration = Duration::from_secs(3600);
+/// How long a refusal counts after its pause, so that the next pause is longer.
+const REFUSAL_MEMORY: SignedDuration = SignedDuration::from_hours(1);
 /// How long the removal of a runner is not retried after GitHub reported it busy.
 const BUSY_BACKOFF: SignedDuration = SignedDuration::from_mins(1);
 
@@ -45,11 +53,42 @@ pub struct Memory {
     pub adopted: Mutex<HashSet<String>>,
     /// Workers whose runner was removed at GitHub, by uid.
     pub unregistered: Mutex<HashSet<String>>,
-    /// By entity, with the number of failures.
-    owner_backoffs: Mutex<BTreeMap<String, (OwnerBackoff, u32)>>,
+    /// When this process first saw the end of a worker's pod, by the worker's uid.
+    pod_ends: Mutex<HashMap<String, Timestamp>>,
+    /// With the number of failures.
+    refusals: Mutex<BTreeMap<Subject, (Refusal, u32)>>,
+    /// Runners that could not be removed, by their worker's uid.
+    removals: Mutex<HashMap<String, Pause>>,
+    /// Jobs that GitHub did not answer for, by their claim's uid.
+    job_pauses: Mutex<HashMap<String, Pause>>,
     runner_lists: Mutex<HashMap<RunnerScope, RunnerList>>,
     /// Runners that GitHub refused to remove, by name.
     busy: Mutex<HashMap<String, Timestamp>>,
+}
+
+/// Nothing is tried until then, after so many failures in a row.
+#[derive(Clone, Copy)]
+struct Pause {
+    until: Timestamp,
+    failures: u32,
+}
+
+/// Counts a failure; `delay` is the pause after so many of them.
+fn pause(
+    pauses: &Mutex<HashMap<String, Pause>>,
+    uid: &str,
+    now: Timestamp,
+    delay: impl Fn(u32) -> Duration,
+) -> Duration {
+    let mut pauses = lock(pauses);
+    let failures = pauses.get(uid).map_or(0, |pause| pause.failures) + 1;
+    let until = now.saturating_add(delay(failures)).unwrap_or(now);
+    pauses.insert(uid.to_owned(), Pause { until, failures });
+    delay(failures)
+}
+
+fn paused(pauses: &Mutex<HashMap<String, Pause>>, uid: &str, now: Timestamp) -> Option<Timestamp> {
+    lock(pauses).get(uid).map(|pause| pause.until).filter(|until| *until > now)
 }
 
 /// The runners of one scope, as GitHub listed them.
@@ -93,36 +132,89 @@ impl Memory {
         lock(&self.busy).get(name).is_some_and(|at| now.duration_since(*at) < BUSY_BACKOFF)
     }
 
-    pub fn owner_backoffs(&self) -> BTreeMap<String, OwnerBackoff> {
-        lock(&self.owner_backoffs).iter().map(|(entity, (backoff, _))| (entity.clone(), backoff.clone())).collect()
+    /// Since when the worker's pod has ended, as far as this process knows.
+    pub fn pod_end(&self, uid: &str, now: Timestamp) -> Timestamp {
+        *lock(&self.pod_ends).entry(uid.to_owned()).or_insert(now)
     }
 
-    /// Backs off an owner after GitHub refused a runner for a worker that was created at `created`. Workers created
-    /// before the last failure do not count: they were in flight.
-    pub fn back_off_owner(&self, entity: &str, why: String, created: Timestamp, least: Duration, now: Timestamp) {
-        let mut backoffs = lock(&self.owner_backoffs);
-        let failures = match backoffs.get(entity) {
-            Some((last, _)) if created < last.since => return,
+    /// The runner of this worker could not be removed; returns the pause before the next attempt.
+    pub fn pause_removal(&self, uid: &str, least: Duration, now: Timestamp) -> Duration {
+        pause(&self.removals, uid, now, |failures| removal::retry(least, failures))
+    }
+
+    pub fn removal_paused(&self, uid: &str, now: Timestamp) -> Option<Timestamp> {
+        paused(&self.removals, uid, now)
+    }
+
+    /// The runner of this worker is gone at GitHub.
+    pub fn note_removed(&self, uid: String) {
+        lock(&self.removals).remove(&uid);
+        lock(&self.unregistered).insert(uid);
+    }
+
+    /// GitHub did not answer for the job of this claim.
+    pub fn pause_job(&self, uid: &str, now: Timestamp) {
+        pause(&self.job_pauses, uid, now, |failures| JOB_BACKOFF.delay(failures));
+    }
+
+    pub fn job_paused(&self, uid: &str, now: Timestamp) -> Option<Timestamp> {
+        paused(&self.job_pauses, uid, now)
+    }
+
+    pub fn note_job(&self, uid: String, seen: JobSeen) {
+        lock(&self.job_pauses).remove(&uid);
+        lock(&self.jobs).insert(uid, seen);
+    }
+
+    pub fn refusals(&self) -> BTreeMap<Subject, Refusal> {
+        lock(&self.refusals).iter().map(|(subject, (refusal, _))| (subject.clone(), refusal.clone())).collect()
+    }
+
+    /// Notes that nothing could be created for `subject`, tried at `tried`; returns when the next attempt is due. Attempts
+    /// that began before the last refusal do not count: they were in flight.
+    pub fn refuse(
+        &self,
+        subject: Subject,
+        why: String,
+        tried: Timestamp,
+        least: Duration,
+        now: Timestamp,
+    ) -> Timestamp {
+        let mut refusals = lock(&self.refusals);
+        let failures = match refusals.get(&subject) {
+            Some((last, _)) if tried < last.since => return last.retry_at,
             Some((_, failures)) => failures + 1,
             None => 1,
         };
-        let wait = OWNER_BACKOFF.delay(failures).max(least.min(Duration::from_secs(3600)));
+        let wait = subject.delay(failures).max(least.min(MAX_PAUSE));
         let retry_at = now.saturating_add(wait).unwrap_or(Timestamp::MAX);
-        backoffs.insert(entity.to_owned(), (OwnerBackoff { why, since: now, retry_at }, failures));
+        refusals.insert(subject, (Refusal { why, since: now, retry_at }, failures));
+        retry_at
     }
 
-    pub fn clear_owner_backoff(&self, entity: &str) -> bool {
-        lock(&self.owner_backoffs).remove(entity).is_some()
+    /// Something was created for them; returns whether it had been refused before.
+    pub fn accept(&self, subjects: &[Subject]) -> bool {
+        let mut refusals = lock(&self.refusals);
+        subjects.iter().filter(|subject| refusals.remove(subject).is_some()).count() > 0
     }
 
     /// Drops the state of objects that no longer exist.
-    pub fn tidy(&self, claims: &[std::sync::Arc<RunnerClaim>], workers: &[std::sync::Arc<paddock_core::api::Worker>]) {
+    pub fn tidy(
+        &self,
+        claims: &[std::sync::Arc<RunnerClaim>],
+        workers: &[std::sync::Arc<paddock_core::api::Worker>],
+        now: Timestamp,
+    ) {
         let claims: HashSet<_> = claims.iter().filter_map(|claim| claim.metadata.uid.as_deref()).collect();
         lock(&self.jobs).retain(|uid, _| claims.contains(uid.as_str()));
+        lock(&self.job_pauses).retain(|uid, _| claims.contains(uid.as_str()));
+        lock(&self.refusals).retain(|_, (refusal, _)| now.duration_since(refusal.retry_at) <= REFUSAL_MEMORY);
         let uids: HashSet<_> = workers.iter().filter_map(|worker| worker.metadata.uid.as_deref()).collect();
         for known in [&self.adopted, &self.unregistered] {
             lock(known).retain(|uid| uids.contains(uid.as_str()));
         }
+        lock(&self.pod_ends).retain(|uid, _| uids.contains(uid.as_str()));
+        lock(&self.removals).retain(|uid, _| uids.contains(uid.as_str()));
         let names: HashSet<_> = workers.iter().map(|worker| worker.name_any()).collect();
         lock(&self.fresh).retain(|name| names.contains(name));
         lock(&self.busy).retain(|name, _| names.contains(name));
@@ -138,17 +230,34 @@ mod tests {
     }
 
     #[test]
-    fn owner_backoff_grows_with_each_attempt_and_ignores_those_in_flight() {
+    fn a_refusal_counts_for_longer_each_time_and_ignores_attempts_in_flight() {
         let memory = Memory::default();
-        let wait = || memory.owner_backoffs()["1"].retry_at.as_second();
-        memory.back_off_owner("1", "x".into(), at(0), Duration::ZERO, at(10));
-        memory.back_off_owner("1", "x".into(), at(9), Duration::ZERO, at(11));
-        assert_eq!(wait(), 25);
-        memory.back_off_owner("1", "x".into(), at(25), Duration::ZERO, at(30));
-        assert_eq!(wait(), 60);
-        memory.back_off_owner("1", "x".into(), at(60), Duration::from_secs(500), at(60));
-        assert_eq!(wait(), 560, "GitHub sets the delay");
-        assert!(memory.clear_owner_backoff("1") && memory.owner_backoffs().is_empty());
+        let subject = || Subject::Credentials { namespace: "a".into(), secret: "b".into() };
+        let refuse = |tried, least, now| {
+            let least = Duration::from_secs(least);
+            memory.refuse(subject(), "x".into(), at(tried), least, at(now)).as_second()
+        };
+        assert_eq!([refuse(0, 0, 10), refuse(9, 0, 11)], [25, 25]);
+        assert_eq!(refuse(25, 0, 30), 60);
+        assert_eq!(refuse(60, 500, 60), 560, "GitHub sets the delay");
+        memory.tidy(&[], &[], at(560 + 3600));
+        assert_eq!(refuse(9000, 0, 9000), 9120);
+        memory.tidy(&[], &[], at(9120 + 3601));
+        assert!(memory.refusals().is_empty(), "it is forgotten an hour later");
+        refuse(0, 0, 0);
+        assert!(memory.accept(&[subject()]) && !memory.accept(&[subject()]));
+    }
+
+    #[test]
+    fn a_removal_that_fails_is_retried_less_and_less_often() {
+        let memory = Memory::default();
+        let least = Duration::from_secs(15);
+        let pauses = [1, 2, 3].map(|_| memory.pause_removal("w", least, at(100)).as_secs());
+        assert_eq!(pauses, [15, 30, 60]);
+        assert_eq!(memory.removal_paused("w", at(159)), Some(at(160)));
+        assert_eq!(memory.removal_paused("w", at(160)), None);
+        memory.note_removed("w".into());
+        assert_eq!(memory.pause_removal("w", least, at(200)).as_secs(), 15);
     }
 
     #[test]

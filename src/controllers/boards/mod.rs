@@ -18,23 +18,25 @@ use std::{sync::Arc, time::Duration};
 
 use futures::{Stream, StreamExt, stream};
 use jiff::Timestamp;
-use k8s_openapi::api::core::v1::Pod;
-use kube::{Resource, ResourceExt, runtime::reflector::ObjectRef};
+use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::{Api, Resource, ResourceExt, api::ListParams, runtime::reflector::ObjectRef};
 use paddock_core::{
     api::{BoardPool, RunnerClaim, RunnerPool, Worker},
     boards::{
         health::{HealthCheck, RunnerFacts, examine, is_unreachable},
-        worker as decisions,
+        pod::is_pod_of,
+        slots::has_ended,
+        worker::{self as decisions, LostNode},
     },
     demand::job::{self, JobState},
     names::name_prefix,
 };
-use paddock_effects::lock;
+use paddock_effects::{kube::objects::KubeError, lock};
 use tokio::sync::{Notify, broadcast};
 use tokio_util::sync::CancellationToken;
 
 use self::{memory::Memory, quotas::Limits, reservations::Reservations, timers::Timers};
-use super::{Next, Shared, reference, time_until};
+use super::{Error, Next, Shared, reference, time_until};
 
 /// How often objects that are not in a final state are reconciled without an event.
 pub(super) const RESYNC_PERIOD: Duration = Duration::from_secs(15);
@@ -129,13 +131,28 @@ impl BoardContext {
     }
 
     fn pod_of(&self, worker: &Worker) -> Option<Arc<Pod>> {
+        self.pod_named_as(worker).filter(|pod| is_pod_of(pod, worker))
+    }
+
+    /// The worker's pod, or that of an earlier worker of its name.
+    fn pod_named_as(&self, worker: &Worker) -> Option<Arc<Pod>> {
         self.shared.stores.pods.store.get(&reference(&worker.namespace().unwrap_or_default(), &worker.name_any()))
     }
 
-    fn is_unreachable(&self, pod: &Pod) -> bool {
-        let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref());
-        let node = node.and_then(|node| self.shared.stores.nodes.store.get(&ObjectRef::new(node)));
-        node.is_some_and(|node| is_unreachable(&node))
+    /// What happened to the node of a pod that has not ended. The cache may not show a new node yet, so the API server is
+    /// asked whether one is gone.
+    async fn lost_node(&self, pod: &Pod) -> Result<Option<LostNode>, Error> {
+        let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).filter(|_| !has_ended(pod));
+        let Some(name) = node else { return Ok(None) };
+        if let Some(node) = self.shared.stores.nodes.store.get(&ObjectRef::new(name)) {
+            return Ok(is_unreachable(&node).then_some(LostNode::Unreachable));
+        }
+        let nodes: Api<Node> = Api::all(self.shared.client.clone());
+        let named = ListParams::default().fields(&format!("metadata.name={name}"));
+        // Boxed: it is rare.
+        let found =
+            Box::pin(nodes.list_metadata(&named)).await.map_err(KubeError::new(format!("cannot read node {name}")))?;
+        Ok(found.items.is_empty().then_some(LostNode::Deleted))
     }
 
     /// The state of the claim's job, and the worker that has it.

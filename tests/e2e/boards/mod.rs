@@ -3,3 +3,4 @@
 pub mod claim;
 pub mod device_plugin;
 pub mod health;
+pub mod refusals;

@@ -63,6 +63,19 @@ pub async fn owner_without_the_app_is_told_and_blocks_no_other(world: &World) ->
     Ok(())
 }
 
+/// A claim with a wrong owner holds up no other claim of the same account, and a wrong installation is looked up.
+pub async fn claim_with_wrong_data_delays_no_other(world: &World) -> Result<()> {
+    let pool = BoardPool::simulated(world, 2, late_runners()).await?;
+    let login = format!("wrong-{}", pool.namespace);
+    let owner = json!({ "id": pool.owner["id"], "login": login, "type": "Organization" });
+    pool.claim_with("a-wrong", json!({ "owner": owner, "repository": format!("{login}/x") })).await?;
+    pool.until_says("a-wrong", "the App is not installed").await?;
+    pool.claim_with("b-right", json!({ "installationId": 1 })).await?;
+    pool.until_running("b-right").await?;
+    pool.until_says("a-wrong", "the App is not installed").await?;
+    Ok(())
+}
+
 /// I12: if GitHub does not answer for one owner, the jobs of another do not wait.
 pub async fn i12_owner_whose_requests_hang_delays_no_other(world: &World) -> Result<()> {
     let pool = BoardPool::simulated(world, 30, late_runners()).await?;

@@ -122,8 +122,12 @@ reasons! {
         PodStuckPending = "pod_stuck_pending",
         /// The runner was online and got no job.
         RunnerIdle = "runner_idle",
+        /// The runner's pod ended well without having run a job.
+        RunnerWithoutJob = "runner_without_job",
         /// The node does not answer.
         NodeUnreachable = "node_unreachable",
+        /// The node was deleted.
+        NodeDeleted = "node_deleted",
         /// The pod ended with an error.
         PodFailed = "pod_failed",
         /// The pod is gone.

@@ -18,6 +18,8 @@ use crate::api::{APP, BoardPool, GROUP, LABEL_APP, LABEL_BOARD, VERSION, Worker}
 
 /// The Secret's one key.
 pub const JIT_CONFIG: &str = "jitconfig";
+/// Annotation of the Secret: the uid of the worker that it was made for, also after its pod has become its owner.
+const WORKER_UID_ANNOTATION: &str = "paddock.dev/worker-uid";
 /// Annotation of pod and Secret: the runner's id at GitHub.
 const RUNNER_ID_ANNOTATION: &str = "paddock.dev/runner-id";
 const CONTAINER_NAME: &str = "runner";
@@ -93,7 +95,7 @@ pub fn secret(worker: &Worker, jit_config: &str, runner_id: i64) -> Secret {
             name: worker.metadata.name.clone(),
             namespace: worker.metadata.namespace.clone(),
             labels: Some(labels(worker)),
-            annotations: Some(annotations(runner_id)),
+            annotations: Some(secret_annotations(worker, runner_id)),
             owner_references: Some(vec![owned_by_worker(worker)]),
             ..ObjectMeta::default()
         },
@@ -101,6 +103,11 @@ pub fn secret(worker: &Worker, jit_config: &str, runner_id: i64) -> Secret {
         type_: Some("paddock.dev/jit-config".into()),
         ..Secret::default()
     }
+}
+
+fn secret_annotations(worker: &Worker, runner_id: i64) -> BTreeMap<String, String> {
+    let uid = worker.metadata.uid.clone().unwrap_or_default();
+    annotations(runner_id).into_iter().chain([(WORKER_UID_ANNOTATION.to_owned(), uid)]).collect()
 }
 
 fn annotations(runner_id: i64) -> BTreeMap<String, String> {
@@ -127,6 +134,23 @@ pub fn adoption(pod: &Pod) -> OwnerReference {
 pub fn adopted_by(secret: &Secret) -> Option<&str> {
     let owners = secret.metadata.owner_references.as_deref().unwrap_or_default();
     owners.iter().find(|owner| owner.kind == "Pod").map(|owner| owner.uid.as_str())
+}
+
+/// The uid of the worker that the pod was made for.
+pub fn worker_uid(pod: &Pod) -> Option<&str> {
+    let owners = pod.metadata.owner_references.as_deref().unwrap_or_default();
+    owners.iter().find(|owner| owner.kind == "Worker").map(|owner| owner.uid.as_str())
+}
+
+/// Whether the pod was made for this worker, not for an earlier one of its name.
+pub fn is_pod_of(pod: &Pod, worker: &Worker) -> bool {
+    worker.metadata.uid.is_some() && worker_uid(pod) == worker.metadata.uid.as_deref()
+}
+
+/// The same for a Secret.
+pub fn is_secret_of(secret: &Secret, worker: &Worker) -> bool {
+    let uid = secret.metadata.annotations.as_ref().and_then(|annotations| annotations.get(WORKER_UID_ANNOTATION));
+    uid.is_some() && uid == worker.metadata.uid.as_ref()
 }
 
 fn owned_by_worker(worker: &Worker) -> OwnerReference {
@@ -213,5 +237,18 @@ mod tests {
         secret.metadata.owner_references = Some(vec![adoption(&pod)]);
         assert_eq!(adopted_by(&secret), Some("u"));
         assert!(!json!(pod).to_string().contains("canary"));
+    }
+
+    #[test]
+    fn a_worker_made_again_under_its_name_does_not_inherit_pod_and_secret() {
+        let worker = board_worker("w", "p", "c");
+        let again = with(&worker, json!({"metadata": {"uid": "another"}}));
+        let pod = with(&pod(&worker, board(&board_pool("p")), Some(7)), json!({"metadata": {"uid": "u"}}));
+        let mut secret = secret(&worker, "canary", 7);
+        secret.metadata.owner_references = Some(vec![adoption(&pod)]);
+        assert!(is_pod_of(&pod, &worker) && is_secret_of(&secret, &worker));
+        assert!(!is_pod_of(&pod, &again) && !is_secret_of(&secret, &again));
+        let unborn = with(&worker, json!({"metadata": {"uid": null}}));
+        assert!(!is_pod_of(&with(&pod, json!({"metadata": {"ownerReferences": null}})), &unborn));
     }
 }

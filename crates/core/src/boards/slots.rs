@@ -10,6 +10,7 @@ use k8s_openapi::{
     apimachinery::pkg::api::resource::Quantity,
 };
 
+use super::pod::worker_uid;
 use crate::{
     api::{BoardPool, LABEL_BOARD, LABEL_POOL, Worker},
     names::PoolKey,
@@ -46,7 +47,7 @@ impl Capacity {
         let mut bound: BTreeMap<&str, Vec<&Pod>> = BTreeMap::new();
         let mut with_pod = BTreeSet::new();
         for pod in pods {
-            with_pod.insert((pod.metadata.namespace.as_deref(), pod.metadata.name.as_deref()));
+            with_pod.extend(worker_uid(pod));
             if has_ended(pod) {
                 continue;
             }
@@ -60,8 +61,8 @@ impl Capacity {
             }
         }
         for worker in workers {
-            let name = (worker.metadata.namespace.as_deref(), worker.metadata.name.as_deref());
-            if is_active(worker) && !with_pod.contains(&name) {
+            let has_pod = worker.metadata.uid.as_deref().is_some_and(|uid| with_pod.contains(uid));
+            if is_active(worker) && !has_pod {
                 let namespace = worker.metadata.namespace.clone().unwrap_or_default();
                 capacity.take(&PoolKey::new(namespace, worker.spec.pool.clone()));
             }
@@ -110,6 +111,11 @@ impl Capacity {
 pub fn has_ended(pod: &Pod) -> bool {
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
     matches!(phase, Some("Succeeded" | "Failed"))
+}
+
+/// Whether no container of the pod runs yet.
+pub fn is_pending(pod: &Pod) -> bool {
+    pod.status.as_ref().and_then(|status| status.phase.as_deref()).is_none_or(|phase| phase == "Pending")
 }
 
 fn clamp(count: i64) -> u32 {
@@ -227,9 +233,11 @@ mod tests {
         ];
         let workers = vec![board_worker("a", "p", "c"), board_worker("just-made", "p", "c")];
         let failed = with(&board_worker("x", "p", "c"), json!({"status": {"state": "failed"}}));
-        let workers = workers.into_iter().chain([failed]).collect();
+        // Made again while the pod of its predecessor ends.
+        let again = with(&board_worker("d", "p", "c"), json!({"metadata": {"uid": "another"}}));
+        let workers = workers.into_iter().chain([failed, again]).collect();
         let capacity = count(&pools, vec![node("n", 8)], pods, workers);
-        assert_eq!((capacity.total(&key("p")), capacity.free(&key("p"))), (8, 8 - 4));
+        assert_eq!((capacity.total(&key("p")), capacity.free(&key("p"))), (8, 8 - 5));
     }
 
     #[test]

@@ -111,12 +111,21 @@ pub struct WorkerFacts<'a> {
     pub claim: ClaimView,
     /// No open claim needs it.
     pub surplus: bool,
-    /// The kubelet of its pod's node does not respond.
-    pub unreachable: bool,
+    /// What happened to its pod's node.
+    pub lost: Option<LostNode>,
     /// What the health rules found.
     pub unhealthy: Option<Failure>,
     /// Its claim has enough newer failures for the backoff.
     pub outdated: bool,
+    /// Its runner is known to have taken a job.
+    pub took_job: bool,
+}
+
+/// Why no kubelet ends a pod.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LostNode {
+    Unreachable,
+    Deleted,
 }
 
 /// The next action for a worker.
@@ -126,6 +135,8 @@ pub enum WorkerAction {
     Create,
     /// Write the pod's state to the worker's status.
     Mirror(Observed),
+    /// The pod ended well, and no webhook named its runner: ask GitHub whether it took a job.
+    Settle(Observed),
     /// Mark the worker failed.
     Fail(Failure),
     /// Unhealthy: remove its runner unless that is busy, then mark the worker failed.
@@ -167,7 +178,7 @@ pub fn next(worker: &Worker, facts: WorkerFacts<'_>, keep: Keep, now: Timestamp)
     let had_pod = worker.status.as_ref().and_then(|status| status.pod.as_ref()).is_some();
     match (facts.pod, facts.unhealthy) {
         _ if facts.claim == ClaimView::Gone => WorkerAction::Delete,
-        (Some(pod), _) if facts.unreachable && !has_ended(pod) => WorkerAction::Fail(lost_node(pod)),
+        (Some(pod), _) if facts.lost.is_some() && !has_ended(pod) => WorkerAction::Fail(lost_node(pod, facts.lost)),
         _ if facts.surplus => WorkerAction::Retire,
         (None, _) if had_pod => {
             WorkerAction::Fail(failure(FailureReason::PodMissing, "the pod was deleted by someone else"))
@@ -176,7 +187,10 @@ pub fn next(worker: &Worker, facts: WorkerFacts<'_>, keep: Keep, now: Timestamp)
         (Some(pod), Some(unhealthy)) if observe(state(worker), pod).state == state(worker) => {
             WorkerAction::GiveUp(Failure { containers: containers(pod), ..unhealthy })
         }
-        (Some(pod), _) => WorkerAction::Mirror(observe(state(worker), pod)),
+        (Some(pod), _) => match observe(state(worker), pod) {
+            ended if ended.state == WorkerState::Completed && !facts.took_job => WorkerAction::Settle(ended),
+            observed => WorkerAction::Mirror(observed),
+        },
     }
 }
 
@@ -189,7 +203,7 @@ fn after_end(worker: &Worker, facts: &WorkerFacts<'_>, keep: Keep, now: Timestam
             let spec = pod.spec.as_ref();
             let deadline = spec.and_then(|spec| spec.active_deadline_seconds);
             let placed = spec.is_some_and(|spec| spec.node_name.is_some());
-            if facts.unreachable {
+            if facts.lost.is_some() {
                 WorkerAction::ForcePod
             } else if pod.metadata.deletion_timestamp.is_some() {
                 WorkerAction::Wait(None)
@@ -204,7 +218,7 @@ fn after_end(worker: &Worker, facts: &WorkerFacts<'_>, keep: Keep, now: Timestam
         }
         _ if holds_runner(worker) => WorkerAction::Deregister,
         _ if facts.outdated => WorkerAction::Forget,
-        Some(_) => due(keep.pod.after(end), WorkerAction::DeletePod),
+        Some(_) => due(pod_grace(worker, keep).after(end), WorkerAction::DeletePod),
         // An open claim still counts its finished workers.
         None if facts.claim == ClaimView::Open => WorkerAction::Wait(None),
         None if now < keep.record.after(end) => WorkerAction::Wait(None),
@@ -212,10 +226,20 @@ fn after_end(worker: &Worker, facts: &WorkerFacts<'_>, keep: Keep, now: Timestam
     }
 }
 
-fn lost_node(pod: &Pod) -> Failure {
+fn lost_node(pod: &Pod, lost: Option<LostNode>) -> Failure {
     let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or_default();
-    let message = format!("node {node} does not answer");
-    Failure { containers: containers(pod), ..failure(FailureReason::NodeUnreachable, &message) }
+    let failure = match lost {
+        Some(LostNode::Deleted) => failure(FailureReason::NodeDeleted, &format!("node {node} was deleted")),
+        _ => failure(FailureReason::NodeUnreachable, &format!("node {node} does not answer")),
+    };
+    Failure { containers: containers(pod), ..failure }
+}
+
+/// A pod whose runner took no job tells nothing that its worker does not tell.
+fn pod_grace(worker: &Worker, keep: Keep) -> Duration {
+    let failure = worker.status.as_ref().and_then(|status| status.failure.as_ref());
+    let empty = failure.is_some_and(|failure| failure.reason == FailureReason::RunnerWithoutJob);
+    if empty { Duration::from_secs(0) } else { keep.pod }
 }
 
 pub fn failure(reason: FailureReason, message: &str) -> Failure {

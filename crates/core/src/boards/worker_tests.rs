@@ -14,7 +14,7 @@ fn in_state(state: &str) -> Worker {
 }
 
 fn facts(pod: Option<&Pod>, claim: ClaimView) -> WorkerFacts<'_> {
-    WorkerFacts { pod, claim, surplus: false, unreachable: false, unhealthy: None, outdated: false }
+    WorkerFacts { pod, claim, surplus: false, lost: None, unhealthy: None, outdated: false, took_job: false }
 }
 
 #[test]
@@ -64,9 +64,14 @@ fn a_surplus_worker_is_retired_and_an_unhealthy_one_is_given_up() {
         WorkerAction::Mirror(observe(WorkerState::Pending, &running)),
         "the state of the pod comes first"
     );
-    let lost = WorkerFacts { unreachable: true, surplus: true, ..base };
-    let WorkerAction::Fail(failure) = next(&up, lost, KEEP, at(0)) else { panic!("its node is lost") };
-    assert_eq!((failure.reason, failure.message.as_str()), (FailureReason::NodeUnreachable, "node n does not answer"));
+    for (lost, reason, message) in [
+        (LostNode::Unreachable, FailureReason::NodeUnreachable, "node n does not answer"),
+        (LostNode::Deleted, FailureReason::NodeDeleted, "node n was deleted"),
+    ] {
+        let lost = WorkerFacts { lost: Some(lost), surplus: true, ..base.clone() };
+        let WorkerAction::Fail(failure) = next(&up, lost, KEEP, at(0)) else { panic!("its node is lost") };
+        assert_eq!((failure.reason, failure.message.as_str()), (reason, message));
+    }
 }
 
 #[test]
@@ -80,8 +85,21 @@ fn the_pod_of_a_worker_that_is_over_is_ended_so_that_its_log_stays() {
     assert_eq!(step(&ending, 60), WorkerAction::DeletePod, "the kubelet does not act");
     assert_eq!(step(&pod("w", "p", None, "Pending"), 0), WorkerAction::DeletePod, "no kubelet has it");
     assert_eq!(step(&pod("w", "p", Some("n"), "Failed"), 0), WorkerAction::Deregister);
-    let lost = WorkerFacts { unreachable: true, ..facts(Some(&ending), ClaimView::Open) };
+    let lost = WorkerFacts { lost: Some(LostNode::Deleted), ..facts(Some(&ending), ClaimView::Open) };
     assert_eq!(next(&failed, lost, KEEP, at(0)), WorkerAction::ForcePod);
+}
+
+#[test]
+fn a_pod_that_ends_well_has_served_only_if_its_runner_took_a_job() {
+    let (up, ended) = (in_state("running"), pod("w", "p", Some("n"), "Succeeded"));
+    let observed = observe(WorkerState::Running, &ended);
+    let unknown = facts(Some(&ended), ClaimView::Open);
+    assert_eq!(next(&up, unknown.clone(), KEEP, at(0)), WorkerAction::Settle(observed.clone()));
+    let took_job = WorkerFacts { took_job: true, ..unknown.clone() };
+    assert_eq!(next(&up, took_job, KEEP, at(0)), WorkerAction::Mirror(observed));
+    let failure = json!({"reason": "runner_without_job", "message": ""});
+    let empty = with(&in_state("failed"), json!({"metadata": {"finalizers": null}, "status": {"failure": failure}}));
+    assert_eq!(next(&empty, unknown, KEEP, at(0)), WorkerAction::DeletePod, "it leaves no pod");
 }
 
 #[test]

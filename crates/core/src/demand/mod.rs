@@ -4,5 +4,6 @@ pub mod job;
 pub mod job_facts;
 pub mod pool_selection;
 pub mod quota;
+pub mod refusals;
 pub mod schedule;
 pub mod supply;

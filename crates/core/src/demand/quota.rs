@@ -7,7 +7,7 @@ use serde::Deserialize;
 use crate::api::{BoardPool, Owner, OwnerType, SecretRef};
 
 /// Where a runner is registered at GitHub.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Scope {
     Organization(String),
     Repository { owner: String, name: String },
@@ -58,6 +58,20 @@ pub fn credentials_ref<'a>(pool: &'a BoardPool, owner: &Owner) -> &'a SecretRef 
     match owner.type_ {
         OwnerType::Organization => &pool.github.credentials_ref,
         OwnerType::User => pool.github.personal_credentials_ref.as_ref().unwrap_or(&pool.github.credentials_ref),
+    }
+}
+
+/// Where a runner is registered, and with which Secret: what GitHub's refusals are about.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Registration {
+    pub namespace: String,
+    pub secret: String,
+    pub scope: Scope,
+}
+
+impl Registration {
+    pub fn new(namespace: &str, pool: &BoardPool, owner: &Owner, scope: Scope) -> Self {
+        Self { namespace: namespace.to_owned(), secret: credentials_ref(pool, owner).name.clone(), scope }
     }
 }
 

@@ -6,7 +6,6 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
-    time::Duration,
 };
 
 use jiff::Timestamp;
@@ -14,12 +13,12 @@ use jiff::Timestamp;
 use super::{
     job::{JobSeen, JobState},
     pool_selection::{self, LabelSet},
-    quota::{EntityLimits, Scope},
+    quota::{EntityLimits, Registration, Scope},
+    refusals::{Refusal, Refusals, Subject, active_boards, after_failures},
     supply::{Index, name, takes_jobs},
 };
 use crate::{
     api::{BoardPool, BoardWorker, ClaimReason, Hardware, Owner, RunnerClaim, RunnerPool, Worker, WorkerState},
-    backoff::Backoff,
     boards::{
         health::Binding,
         slots::{Capacity, is_active},
@@ -27,9 +26,6 @@ use crate::{
     },
     names::{PoolKey, worker_name},
 };
-
-/// How long a claim waits after its workers failed.
-const FAILURE_BACKOFF: Backoff = Backoff::new(Duration::from_secs(5), Duration::from_mins(10));
 
 /// Input of [`decide`].
 pub struct DemandFacts<'a> {
@@ -43,20 +39,11 @@ pub struct DemandFacts<'a> {
     pub not_ready: &'a BTreeMap<PoolKey, String>,
     /// GitHub's answers about the claims' jobs, by claim uid.
     pub jobs: &'a BTreeMap<String, JobSeen>,
-    /// Owners that GitHub refused a runner for.
-    pub owner_backoffs: &'a BTreeMap<String, OwnerBackoff>,
+    /// What GitHub and the API server refused.
+    pub refusals: &'a BTreeMap<Subject, Refusal>,
     /// Name prefix of workers.
     pub prefix: &'a str,
     pub now: Timestamp,
-}
-
-/// GitHub refused a runner for an owner. The owner gets no worker until `retry_at`, so that others do not wait for it,
-/// and then one worker as a trial.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OwnerBackoff {
-    pub why: String,
-    pub since: Timestamp,
-    pub retry_at: Timestamp,
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -127,6 +114,7 @@ struct Placement<'a> {
     board: &'a BoardPool,
     group: Group,
     labels: &'a [String],
+    registration: Registration,
 }
 
 pub fn decide(mut facts: DemandFacts<'_>) -> Plan {
@@ -155,10 +143,9 @@ pub fn decide(mut facts: DemandFacts<'_>) -> Plan {
     let surplus = surplus(&requests, &deficits, spare);
 
     let mut decisions = Vec::new();
-    // Owners that get a worker in this pass; during a backoff one trial is enough.
-    let mut trying: BTreeSet<&str> = BTreeSet::new();
-    // Waiting claims by group: later claims do not overtake them.
-    let mut queues: BTreeMap<Group, u32> = BTreeMap::new();
+    let mut refusals = Refusals::new(facts.refusals, facts.pools, facts.workers, facts.now);
+    // Waiting claims by group and pool: later claims do not overtake them, but a full board blocks no other one.
+    let mut queues: BTreeMap<(&Group, &PoolKey), u32> = BTreeMap::new();
     for request in &requests {
         let mut attempt = request.attempt;
         let placement = match &request.placement {
@@ -175,14 +162,16 @@ pub fn decide(mut facts: DemandFacts<'_>) -> Plan {
             let wait = if *deficit <= 0 {
                 let message = "there are already as many runners with these labels as jobs for them";
                 Some(Wait::new(ClaimReason::WaitingInLine, message))
-            } else if let Some(wait) = backoff(&request.failures, facts.now) {
+            } else if let Some(wait) = after_failures(&request.failures, facts.now)
+                .or_else(|| refusals.of_claim(request.claim.metadata.uid.as_deref()))
+                .or_else(|| refusals.at_github(&placement.registration))
+            {
+                // It holds up only those who meet the same refusal.
                 Some(wait)
             } else {
-                let ahead = queues.get(&placement.group).copied().unwrap_or(0);
-                let wait = blocked(request.claim, placement, &facts, *count, ahead, trying.contains(entity.as_str()));
-                if wait.is_some() {
-                    *queues.entry(placement.group.clone()).or_default() += 1;
-                }
+                let line = queues.entry((&placement.group, &placement.pool)).or_default();
+                let wait = blocked(request.claim, placement, &facts, *count, *line);
+                *line += u32::from(wait.is_some());
                 wait
             };
             if let Some(wait) = wait {
@@ -190,7 +179,7 @@ pub fn decide(mut facts: DemandFacts<'_>) -> Plan {
                 break;
             }
             attempt += 1;
-            trying.insert(entity);
+            refusals.note_trial(&placement.registration);
             let worker = worker(request.claim, placement, attempt, facts.prefix);
             facts.capacity.take(&placement.pool);
             (*count, *deficit) = (*count + 1, *deficit - 1);
@@ -288,12 +277,14 @@ fn placement_of<'a>(claim: &'a RunnerClaim, pool: &RunnerPool, board: &'a BoardP
     let owner = spec.owner.as_ref();
     let owner = owner.ok_or_else(|| invalid("a claim on a board pool needs spec.owner: its runners register there"))?;
     let entity = spec.entity().ok_or_else(|| invalid("a personal account's claim needs spec.repositoryId"))?;
-    Scope::of(owner, spec.repository.as_deref()).map_err(|error| invalid(&error.to_string()))?;
+    let scope = Scope::of(owner, spec.repository.as_deref()).map_err(|error| invalid(&error.to_string()))?;
     let labels = pool_selection::runner_labels(claim, board);
     if labels.is_empty() {
         return Err(invalid("the pool serves overrides alone: the claim needs spec.labels"));
     }
-    Ok(Placement { pool: PoolKey::of(pool), owner, board, group: (entity, labels.iter().collect()), labels })
+    let pool = PoolKey::of(pool);
+    let registration = Registration::new(&pool.namespace, board, owner, scope);
+    Ok(Placement { pool, owner, board, group: (entity, labels.iter().collect()), labels, registration })
 }
 
 /// Whether the pool can create workers.
@@ -308,23 +299,16 @@ fn check_pool(pool: &RunnerPool, facts: &DemandFacts<'_>) -> Result<(), Wait> {
     }
 }
 
-/// What a claim waits for: its owner's backoff and quota, earlier claims, then slots, which all owners share.
+/// What a claim waits for: its owner's quota, earlier claims, then slots, which all owners share.
 fn blocked(
     claim: &RunnerClaim,
     placement: &Placement<'_>,
     facts: &DemandFacts<'_>,
     running: u32,
     ahead: u32,
-    trying: bool,
 ) -> Option<Wait> {
     let entity = &placement.group.0;
     let login = claim.spec.owner.as_ref().map_or("the owner", |owner| owner.login.as_str());
-    if let Some(owner_backoff) = facts.owner_backoffs.get(entity) {
-        let retry_at = Some(owner_backoff.retry_at).filter(|at| *at > facts.now);
-        if retry_at.is_some() || trying || is_trying(entity, owner_backoff, facts) {
-            return Some(Wait { reason: ClaimReason::GitHubUnavailable, message: owner_backoff.why.clone(), retry_at });
-        }
-    }
     let cap = facts.limits.of(entity);
     if running >= cap {
         let message = format!("quota {running}/{cap}: {login} runs as many workers as it may");
@@ -339,29 +323,6 @@ fn blocked(
         return Some(Wait::new(ClaimReason::NoFreeSlot, format!("no free slot on board {board} (0 of {total})")));
     }
     None
-}
-
-/// Whether a worker was created since the backoff began: one trial is enough.
-fn is_trying(entity: &str, owner_backoff: &OwnerBackoff, facts: &DemandFacts<'_>) -> bool {
-    active_boards(facts.workers).any(|(worker, spec)| {
-        let created = worker.metadata.creation_timestamp.as_ref();
-        spec.entity == entity && created.is_none_or(|created| created.0 >= owner_backoff.since)
-    })
-}
-
-/// A claim whose workers fail backs off, and later claims do not wait for it.
-fn backoff(failures: &[&Worker], now: Timestamp) -> Option<Wait> {
-    let last = failures.iter().max_by_key(|worker| since(worker))?;
-    let delay = FAILURE_BACKOFF.delay(failures.len() as u32);
-    let retry_at = since(last)?.saturating_add(delay).ok()?;
-    let failure = last.status.as_ref().and_then(|status| status.failure.as_ref());
-    let why = failure
-        .map_or("for no known reason".into(), |failure| format!("({}): {}", failure.reason.as_str(), failure.message));
-    (retry_at > now).then(|| Wait {
-        reason: ClaimReason::WorkerLost,
-        message: format!("worker {} failed {why}; the next one is created at {retry_at:.0}", name(last)),
-        retry_at: Some(retry_at),
-    })
 }
 
 fn worker(claim: &RunnerClaim, placement: &Placement<'_>, attempt: u32, prefix: &str) -> Worker {
@@ -379,13 +340,6 @@ fn worker(claim: &RunnerClaim, placement: &Placement<'_>, attempt: u32, prefix: 
     };
     let name = worker_name(prefix, &placement.pool.name, uid, attempt);
     worker::worker(name, claim, &placement.pool.name, board)
-}
-
-fn active_boards(workers: &[Arc<Worker>]) -> impl Iterator<Item = (&Worker, &BoardWorker)> {
-    workers
-        .iter()
-        .filter(|worker| is_active(worker))
-        .filter_map(|worker| Some((&**worker, worker.spec.board.as_ref()?)))
 }
 
 #[cfg(test)]

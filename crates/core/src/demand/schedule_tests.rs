@@ -1,3 +1,4 @@
+use k8s_openapi::api::core::v1::Node;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -7,6 +8,9 @@ use crate::{
     fixtures::boards::{board, board_pool, claim, node, with},
 };
 
+#[path = "schedule_refusal_tests.rs"]
+mod refusals;
+
 const NOW: i64 = 1_735_700_000;
 
 struct Scenario {
@@ -14,10 +18,11 @@ struct Scenario {
     claims: Vec<Arc<RunnerClaim>>,
     workers: Vec<Arc<Worker>>,
     slots: u32,
+    nodes: Vec<Node>,
     limits: EntityLimits,
     not_ready: BTreeMap<PoolKey, String>,
     jobs: BTreeMap<String, JobSeen>,
-    owner_backoffs: BTreeMap<String, OwnerBackoff>,
+    refusals: BTreeMap<Subject, Refusal>,
     now: i64,
 }
 
@@ -28,10 +33,11 @@ impl Scenario {
             claims: claims.into_iter().map(Arc::new).collect(),
             workers: vec![],
             slots,
+            nodes: vec![],
             limits: EntityLimits::default(),
             not_ready: BTreeMap::new(),
             jobs: BTreeMap::new(),
-            owner_backoffs: BTreeMap::new(),
+            refusals: BTreeMap::new(),
             now: NOW,
         }
     }
@@ -50,7 +56,8 @@ impl Scenario {
 
     fn plan_with(&self, claims: &[Arc<RunnerClaim>], workers: &[Arc<Worker>]) -> Plan {
         let pools = self.pools.iter().map(|pool| (PoolKey::of(pool), board(pool)));
-        let capacity = Capacity::count(pools, &[Arc::new(node("n", self.slots))], &[], workers);
+        let nodes = self.nodes.iter().cloned().chain([node("n", self.slots)]).map(Arc::new).collect::<Vec<_>>();
+        let capacity = Capacity::count(pools, &nodes, &[], workers);
         decide(DemandFacts {
             pools: &self.pools,
             claims,
@@ -59,7 +66,7 @@ impl Scenario {
             limits: &self.limits,
             not_ready: &self.not_ready,
             jobs: &self.jobs,
-            owner_backoffs: &self.owner_backoffs,
+            refusals: &self.refusals,
             prefix: "paddock-0000-",
             now: Timestamp::from_second(self.now).unwrap(),
         })
@@ -254,18 +261,14 @@ fn a_pool_that_is_not_ready_makes_no_worker_superfluous() {
 }
 
 #[test]
-fn an_owner_in_backoff_waits_and_then_tries_with_one_worker() {
-    let mut scenario = Scenario::new(9, vec![claim("a", 0), claim("b", 1)]);
-    let moment = |second| Timestamp::from_second(second).unwrap();
-    let owner_backoff = OwnerBackoff { why: "not installed".into(), since: moment(NOW), retry_at: moment(NOW + 60) };
-    scenario.owner_backoffs.insert("1".into(), owner_backoff);
-    let waiting = |name: &str| waits(name, ClaimReason::GitHubUnavailable);
-    assert_eq!(scenario.run(), [waiting("a"), waiting("b")]);
-    scenario.now = NOW + 60;
-    assert_eq!(scenario.run(), [got("a"), waiting("b")]);
-    assert_eq!(scenario.run(), [waiting("b")], "one trial is enough");
-    scenario.owner_backoffs.clear();
-    assert_eq!(scenario.run(), [got("b")]);
+fn a_full_or_missing_board_blocks_no_other_one() {
+    let on = |name: &str, second, pool: &str| with(&claim(name, second), json!({"spec": {"pool": pool}}));
+    let claims = vec![on("a", 0, "p"), on("b", 1, "p"), on("c", 2, "free"), on("d", 3, "free")];
+    let mut scenario = Scenario::new(0, claims);
+    scenario.pools.push(Arc::new(with(&board_pool("free"), json!({"spec": {"board": {"board": "b2"}}}))));
+    scenario.nodes.push(with(&node("m", 1), json!({"metadata": {"labels": {"riseproject.dev/board": "b2"}}})));
+    let (full, line) = (ClaimReason::NoFreeSlot, ClaimReason::WaitingInLine);
+    assert_eq!(scenario.run(), [waits("a", full), waits("b", line), got("c"), waits("d", full)]);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 
 use kube::{
     Api, Client, Resource, ResourceExt,
-    api::{DeleteParams, Patch, PatchParams},
+    api::{DeleteParams, Patch, PatchParams, Preconditions},
     core::NamespaceResourceScope,
 };
 use paddock_core::api::{FIELD_MANAGER, FINALIZER};
@@ -136,9 +136,23 @@ pub async fn delete<K: Object>(api: &Api<K>, name: &str) -> Result<()> {
     }
 }
 
-/// Whether the API server rejected the request for good, as opposed to being busy or unreachable.
+/// Deletes exactly this object, not another one of its name; one that is gone is a success.
+pub async fn delete_exactly<K: Object>(api: &Api<K>, object: &K, parameters: DeleteParams) -> Result<()> {
+    let preconditions = Some(Preconditions { uid: object.uid(), resource_version: None });
+    match api.delete(&object.name_any(), &DeleteParams { preconditions, ..parameters }).await {
+        Ok(_) => Ok(()),
+        Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(()),
+        Err(error) => Err(KubeError::new(format!("cannot delete {} {}", K::kind(&()), object.name_any()))(error)),
+    }
+}
+
+/// Whether the API server rejected the request for good, as opposed to being busy or unreachable: what is asked for is
+/// wrong, not allowed, beyond a quota, or an admission webhook denies it or does not answer. Such a webhook may choose any
+/// status code.
 pub fn is_refusal(error: &kube::Error) -> bool {
-    matches!(error, kube::Error::Api(status) if matches!(status.code, 400 | 403 | 422))
+    let kube::Error::Api(status) = error else { return false };
+    let admission = ["admission webhook", "failed calling webhook"].iter().any(|words| status.message.contains(words));
+    admission || matches!(status.code, 400 | 402 | 403 | 405 | 406 | 411..=418 | 422)
 }
 
 /// Whether a pod is refused because its service account does not exist yet, as in a new namespace. The message is that
@@ -165,6 +179,13 @@ mod tests {
         }
         let missing = "pods \"a\" is forbidden: error looking up service account ci/default: serviceaccount \"default\" not found";
         assert!(lacks_service_account(&answer(403, missing)));
+        for (code, message) in [
+            (500, "Internal error occurred: failed calling webhook \"policy.example\": connection refused"),
+            (409, "admission webhook \"policy.example\" denied the request: no"),
+        ] {
+            assert!(is_refusal(&answer(code, message)), "{message}");
+        }
+        assert!(!is_refusal(&answer(409, "the object has been modified")));
         assert!(!is_refusal(&answer(503, "busy")) && !lacks_service_account(&answer(503, missing)));
     }
 }

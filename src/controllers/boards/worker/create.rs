@@ -3,12 +3,17 @@
 use std::time::Duration;
 
 use jiff::Timestamp;
-use kube::api::PostParams;
+use kube::api::{DeleteParams, PostParams};
 use paddock_core::{
     api::{BoardPool, ClaimReason, FailureReason},
     boards::{
-        pod::{adopted_by, pod, runner_id, secret},
+        pod::{adopted_by, is_pod_of, is_secret_of, pod, runner_id, secret},
         worker::failure,
+        worker_status,
+    },
+    demand::{
+        quota::{NoRepository, Registration},
+        refusals::Subject,
     },
 };
 use paddock_effects::{
@@ -21,7 +26,11 @@ use secrecy::ExposeSecret;
 use super::Work;
 use crate::controllers::{
     Error, Next,
-    boards::{RESYNC_PERIOD, accounts::AccountError, lock},
+    boards::{
+        RESYNC_PERIOD,
+        accounts::{AccountError, RunnerScope},
+        lock,
+    },
 };
 
 /// How long a new pod usually takes to appear in the cache.
@@ -35,6 +44,9 @@ impl Work<'_> {
         let Some(pool) = self.pool else {
             return self.fail(failure(FailureReason::PodRefused, "its pool is gone")).await;
         };
+        if self.board.pod_named_as(self.worker).is_some_and(|pod| !is_pod_of(&pod, self.worker)) {
+            return self.await_predecessor().await;
+        }
         // A worker that this process just created has no Secret yet.
         let fresh = lock(&self.board.memory.fresh).remove(&self.name);
         let found = if fresh {
@@ -45,6 +57,11 @@ impl Work<'_> {
         // From the runner to its pod: nothing else may delay it.
         let mut urgent = None;
         let runner = match found {
+            Some(secret) if !is_secret_of(&secret, self.worker) => {
+                tracing::warn!(worker = self.name, "deleting the Secret of an earlier worker of this name");
+                objects::delete_exactly(&self.secrets(), &secret, DeleteParams::default()).await?;
+                return Ok(Next::After(POD_CACHE_DELAY));
+            }
             Some(secret) if adopted_by(&secret).is_some() => {
                 return match self.pods().get_opt(&self.name).await.map_err(KubeError::new("cannot read the pod"))? {
                     Some(_) => Ok(Next::After(POD_CACHE_DELAY)),
@@ -55,7 +72,7 @@ impl Work<'_> {
             None => {
                 let jit = match self.jit_config(pool).await {
                     Ok(jit) => jit,
-                    Err(error) => return self.no_runner(error).await,
+                    Err(error) => return self.no_runner(pool, error).await,
                 };
                 urgent = Some(self.board.shared.lanes.urgent());
                 let secret = secret(self.worker, jit.encoded.expose_secret(), jit.runner_id);
@@ -67,7 +84,7 @@ impl Work<'_> {
                         objects::delete(&self.secrets(), &self.name).await?;
                         return Ok(Next::After(POD_CACHE_DELAY));
                     }
-                    Err(error) => return Err(KubeError::new("cannot create the Secret")(error).into()),
+                    Err(error) => return self.not_created("the Secret", error).await,
                 }
             }
         };
@@ -80,11 +97,27 @@ impl Work<'_> {
             Err(error) if objects::lacks_service_account(&error) && self.may_hold_slot(clock::now()) => {
                 Ok(Next::After(POD_CACHE_DELAY))
             }
-            Err(error) if objects::is_refusal(&error) => {
-                self.fail(failure(FailureReason::PodRefused, &error.to_string())).await
-            }
-            Err(error) => Err(KubeError::new("cannot create the pod")(error).into()),
+            Err(error) => self.not_created("the pod", error).await,
         }
+    }
+
+    /// What the API server refuses fails the worker, which removes its runner and backs off. Anything else is retried, for
+    /// as long as the worker may hold its slot.
+    async fn not_created(&self, what: &str, error: kube::Error) -> Result<Next, Error> {
+        let answered = matches!(error, kube::Error::Api(_));
+        if objects::is_refusal(&error) || (answered && !self.may_hold_slot(clock::now())) {
+            let message = format!("{what} is refused: {error}");
+            return self.fail(failure(FailureReason::PodRefused, &message)).await;
+        }
+        Err(KubeError::new(format!("cannot create {what}"))(error).into())
+    }
+
+    /// The pod of a deleted worker of the same name still ends.
+    async fn await_predecessor(&self) -> Result<Next, Error> {
+        let message = format!("waiting for the end of pod {}, which an earlier worker of this name left", self.name);
+        let status = worker_status::waiting(self.worker, self.status(), ClaimReason::Creating, &message, clock::now());
+        self.write(&status).await?;
+        Ok(Next::After(RESYNC_PERIOD))
     }
 
     /// Registers a runner. One of the same name belongs to this worker, and its config is lost: it is replaced.
@@ -104,22 +137,31 @@ impl Work<'_> {
             }
             outcome => outcome?,
         };
-        if self.board.memory.clear_owner_backoff(&self.spec.entity) {
+        let registration = self.registration(pool)?;
+        if self.board.memory.accept(&[Subject::credentials(&registration), Subject::Owner(registration)]) {
             self.board.changed.notify_one();
         }
         Ok(jit)
     }
 
+    fn registration(&self, pool: &BoardPool) -> Result<Registration, NoRepository> {
+        let scope = RunnerScope::of(&self.namespace, pool, &self.spec.owner, self.spec.repository.as_deref())?;
+        Ok(scope.registration())
+    }
+
     /// GitHub created no runner. Transient failures are retried for a while; then the worker fails, which frees its
-    /// slot, and the owner's other claims back off.
-    async fn no_runner(&self, error: AccountError) -> Result<Next, Error> {
+    /// slot, and the claims that share the cause back off.
+    async fn no_runner(&self, pool: &BoardPool, error: AccountError) -> Result<Next, Error> {
         let now = clock::now();
         let created_at = self.created_at(now);
         if self.may_hold_slot(now) && !error.is_final() && error.retry() <= RESYNC_PERIOD {
-            return self.wait(ClaimReason::GitHubUnavailable, &error).await;
+            return self.wait(ClaimReason::GitHubUnavailable, &error, error.retry()).await;
         }
-        self.board.memory.back_off_owner(&self.spec.entity, error.to_string(), created_at, error.retry(), now);
-        self.board.changed.notify_one();
+        let registration = self.registration(pool).ok();
+        if let Some(subject) = registration.and_then(|registration| error.subject(registration)) {
+            self.board.memory.refuse(subject, error.to_string(), created_at, error.retry(), now);
+            self.board.changed.notify_one();
+        }
         self.fail(failure(FailureReason::PodRefused, &error.to_string())).await
     }
 

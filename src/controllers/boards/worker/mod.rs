@@ -7,6 +7,7 @@
 mod create;
 mod diagnosis;
 mod end;
+mod settle;
 
 use std::{sync::Arc, time::Duration};
 
@@ -15,7 +16,7 @@ use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{Node, Pod, Secret};
 use kube::{
     Api, ResourceExt,
-    api::{Patch, PatchParams},
+    api::{DeleteParams, Patch, PatchParams},
     runtime::{
         controller::{Config, Controller},
         events::EventType,
@@ -50,9 +51,9 @@ const PENDING_REPORT_DELAY: jiff::SignedDuration = jiff::SignedDuration::from_se
 pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
     let stores = &board.shared.stores;
     let worker_of_pod = |pod: Arc<Pod>| Some(reference(&pod.namespace().unwrap_or_default(), &pod.name_any()));
-    let pods = stores.pods.store.clone();
+    let (pods, nodes) = (stores.pods.store.clone(), stores.nodes.store.clone());
     let workers_of_lost_node = move |node: Arc<Node>| -> Vec<_> {
-        if !is_unreachable(&node) {
+        if !is_unreachable(&node) && nodes.get(&ObjectRef::from_obj(&*node)).is_some() {
             return vec![];
         }
         let name = node.metadata.name.as_deref();
@@ -98,26 +99,30 @@ async fn reconcile(worker: Arc<Worker>, board: Arc<BoardContext>) -> Result<Next
     if health.ask.is_some() {
         board.poll_requested.notify_one();
     }
+    let lost = match &pod {
+        Some(pod) => board.lost_node(pod).await?,
+        None => None,
+    };
     let claim = board.claim_view(&worker, &spec);
     let backing_off = board.memory.is_backing_off(&name, now);
     let facts = WorkerFacts {
         pod: pod.as_deref(),
         claim,
         surplus: !backing_off && lock(&board.memory.surplus).contains(&name),
-        unreachable: pod.as_ref().is_some_and(|pod| board.is_unreachable(pod)),
+        lost,
         unhealthy: health.unhealthy.filter(|_| !backing_off),
         outdated: claim == ClaimView::Open && board.is_outdated(&worker),
+        took_job: runner_facts.binding.is_some(),
     };
     let keep = Keep {
         pod: pool.map_or_else(|| BoardTimeouts::default().pod_grace, |pool| pool.timeouts.pod_grace),
         record: paddock_core::api::Duration::from_secs(board.shared.settings.retention.as_secs()),
     };
-    let unreachable = facts.unreachable;
     let action = worker::next(&worker, facts, keep, now);
     tracing::debug!(worker = name, ?action, "next action");
     let work = Work { board: &board, worker: &worker, spec: &spec, pool, pod: pod.as_deref(), name, namespace };
     // Boxed: thousands of reconciliations start at once, and most end here.
-    Box::pin(work.apply(action, unreachable, runner_facts, health.next)).await
+    Box::pin(work.apply(action, lost.is_some(), runner_facts, health.next)).await
 }
 
 impl BoardContext {
@@ -157,26 +162,27 @@ impl Work<'_> {
     async fn apply(
         &self,
         action: WorkerAction,
-        unreachable: bool,
+        lost: bool,
         runner_facts: RunnerFacts,
         next_check: Option<Timestamp>,
     ) -> Result<Next, Error> {
         match action {
             WorkerAction::Create => self.create().await,
             WorkerAction::Mirror(observed) => self.mirror(observed, runner_facts, next_check).await,
+            WorkerAction::Settle(observed) => self.settle(observed, runner_facts).await,
             WorkerAction::Fail(failure) => self.fail(failure).await,
             WorkerAction::GiveUp(failure) => self.give_up(failure).await,
             WorkerAction::Retire => self.retire().await,
             WorkerAction::EndPod => self.end_pod().await,
             WorkerAction::ForcePod => self.force_pod().await,
             WorkerAction::Deregister => self.deregister().await,
-            WorkerAction::Remove => self.remove(unreachable).await,
+            WorkerAction::Remove => self.remove(lost).await,
             WorkerAction::Delete | WorkerAction::Forget => {
                 objects::delete(&objects::api(&self.board.shared.client, self.worker), &self.name).await?;
                 Ok(Next::AwaitChange)
             }
             WorkerAction::DeletePod => {
-                objects::delete(&self.pods(), &self.name).await?;
+                self.delete_pod(DeleteParams::default()).await?;
                 Ok(Next::After(RESYNC_PERIOD))
             }
             WorkerAction::Wait(None) => Ok(Next::AwaitChange),
@@ -226,10 +232,10 @@ impl Work<'_> {
         Ok(objects::write_status(client, self.worker, before, status).await?)
     }
 
-    pub async fn wait(&self, reason: ClaimReason, error: &AccountError) -> Result<Next, Error> {
+    pub async fn wait(&self, reason: ClaimReason, error: &AccountError, retry: Duration) -> Result<Next, Error> {
         let status = worker_status::waiting(self.worker, self.status(), reason, &error.to_string(), clock::now());
         self.write(&status).await?;
-        Ok(Next::After(error.retry()))
+        Ok(Next::After(retry))
     }
 
     async fn mirror(
