@@ -181,6 +181,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         jobs::claim::a_job_cancelled_before_provisioning_makes_no_pod,
         jobs::claim::a_job_cancelled_after_provisioning_frees_its_slot,
         jobs::claim::runners_that_swap_jobs_leave_no_job_waiting,
+        jobs::claim::jobs_that_github_does_not_tell_about_delay_no_other,
         jobs::claim::jobs_that_will_never_run_fail,
         jobs::owner::a_personal_account_is_served,
         jobs::owner::i7_an_owner_at_its_cap_waits,

@@ -31,7 +31,6 @@ use tokio_util::sync::CancellationToken;
 use super::{
     BoardContext, RESYNC_PERIOD,
     accounts::{Account, AccountError, RunnerScope},
-    lock,
 };
 use crate::controllers::{Error, reference, stale_runners::remove_without_worker, time_until};
 
@@ -39,6 +38,12 @@ use crate::controllers::{Error, reference, stale_runners::remove_without_worker,
 const SWEEP_PERIOD: SignedDuration = SignedDuration::from_mins(10);
 /// The delay of the first sweep after the start, which finds runners that the previous leader left.
 const FIRST_SWEEP_DELAY: SignedDuration = SignedDuration::from_mins(1);
+/// How often finished workers and claims are read for scopes to sweep; there may be thousands.
+const RECORDS_PERIOD: SignedDuration = SignedDuration::from_mins(1);
+/// GitHub removes a JIT runner that is offline for a day.
+const RUNNER_LIFE: SignedDuration = SignedDuration::from_hours(24);
+/// A job waits for a runner for a day at most.
+const QUEUE_LIFE: SignedDuration = SignedDuration::from_hours(24);
 /// Jobs requested in one poll.
 const MAX_JOBS_PER_POLL: usize = 20;
 /// Jobs requested per minute in all scopes together, without a sign that something is wrong with them.
@@ -59,12 +64,16 @@ struct PollTask {
 /// What is remembered about a scope.
 struct PollState {
     swept: Timestamp,
-    /// It had a worker since the last sweep.
-    used: bool,
+    /// When a worker or claim of it was last seen. Workers are kept for a while after their end, and their runners may
+    /// outlive them: it is swept once more after the last.
+    seen: Timestamp,
     installation: Option<i64>,
-    /// Backoff after failures.
+    /// Backoff after failures of the owner.
     not_before: Timestamp,
     failures: u32,
+    /// The same for the list of runners alone.
+    no_list_before: Timestamp,
+    list_failures: u32,
 }
 
 pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
@@ -73,12 +82,18 @@ pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
     let mut polls = JoinSet::new();
     let mut first = true;
     let mut quiet_polls = VecDeque::new();
+    let mut recorded = Timestamp::UNIX_EPOCH;
     loop {
         let now = clock::now();
-        let (tasks, next) = board.due_tasks(&mut states, &under_way, &mut quiet_polls, first, now);
-        first = false;
+        if now.duration_since(recorded) >= RECORDS_PERIOD {
+            board.note_records(&mut states, first, now);
+            (recorded, first) = (now, false);
+        }
+        let (tasks, next) = board.due_tasks(&mut states, &under_way, &mut quiet_polls, now);
         for (runner_scope, task) in tasks {
-            if states.get(&runner_scope).is_some_and(|state| state.not_before > now)
+            let nothing = !task.list && task.jobs.is_empty();
+            if nothing
+                || states.get(&runner_scope).is_some_and(|state| state.not_before > now)
                 || !under_way.insert(runner_scope.clone())
             {
                 continue;
@@ -111,45 +126,67 @@ pub async fn run(board: Arc<BoardContext>, stop: CancellationToken) {
 impl PollState {
     fn finish(&mut self, runner_scope: &RunnerScope, outcome: Result<bool, AccountError>) {
         let now = clock::now();
-        match outcome {
+        let error = match outcome {
             Ok(listed) => {
                 self.failures = 0;
                 if listed {
-                    self.swept = now;
+                    (self.swept, self.list_failures) = (now, 0);
                 }
+                return;
             }
-            Err(error) => {
-                self.failures += 1;
-                let wait = SCOPE_BACKOFF.delay(self.failures).max(error.retry());
-                self.not_before = now.saturating_add(wait).unwrap_or(now);
-                tracing::warn!(scope = %runner_scope.scope, %error, "GitHub poll failed");
-            }
-        }
+            Err(error) => error,
+        };
+        tracing::warn!(scope = %runner_scope.scope, %error, "GitHub poll failed");
+        let (failures, until) = match error.is_of_owner() {
+            true => (&mut self.failures, &mut self.not_before),
+            false => (&mut self.list_failures, &mut self.no_list_before),
+        };
+        *failures += 1;
+        *until = now.saturating_add(SCOPE_BACKOFF.delay(*failures).max(error.retry())).unwrap_or(now);
     }
 }
 
 impl BoardContext {
+    /// Notes the scopes of all workers and claims, finished ones included: stray runners are where no worker is left.
+    fn note_records(&self, states: &mut HashMap<RunnerScope, PollState>, first: bool, now: Timestamp) {
+        let pools = self.shared.stores.pools.store.state();
+        let claims = self.shared.stores.claims.store.state();
+        let claims = claims.iter().filter_map(|claim| {
+            let (runner_scope, _) = scope_of_claim(claim, &pools)?;
+            Some((runner_scope, claim.spec.installation_id))
+        });
+        let workers = self.all_workers();
+        let workers = workers.iter().filter_map(|worker| {
+            let (spec, namespace) = (worker.spec.board.as_ref()?, worker.namespace()?);
+            let pool = self.pool(&namespace, &worker.spec.pool)?;
+            let repository = spec.repository.as_deref();
+            let runner_scope = RunnerScope::of(&namespace, pool.spec.board.as_ref()?, &spec.owner, repository);
+            Some((runner_scope.ok()?, spec.installation_id))
+        });
+        for (runner_scope, installation) in claims.chain(workers) {
+            let state = states.entry(runner_scope).or_insert_with(|| PollState::new(first, now));
+            state.seen = now;
+            state.installation = installation.or(state.installation);
+        }
+        states.retain(|_, state| state.seen >= state.swept && now.duration_since(state.seen) < RUNNER_LIFE);
+    }
+
     /// The polls that are due now, and when the next one may be due.
     fn due_tasks(
         &self,
         states: &mut HashMap<RunnerScope, PollState>,
         under_way: &HashSet<RunnerScope>,
         quiet_polls: &mut VecDeque<Timestamp>,
-        first: bool,
         now: Timestamp,
     ) -> (HashMap<RunnerScope, PollTask>, Option<Timestamp>) {
         let mut tasks: HashMap<RunnerScope, PollTask> = HashMap::new();
         let mut next: Option<Timestamp> = None;
         let mut later = |at: Timestamp| next = Some(next.map_or(at, |soonest| soonest.min(at)));
         let stores = &self.shared.stores;
-        for state in states.values_mut() {
-            state.used &= now.duration_since(state.swept) < SWEEP_PERIOD || state.failures > 0;
-        }
         let workers = self.all_workers();
         for worker in &workers {
             let Some(spec) = &worker.spec.board else { continue };
-            let active = is_active(worker);
-            if !active && !first {
+            if !is_active(worker) {
                 continue;
             }
             let namespace = worker.namespace().unwrap_or_default();
@@ -158,10 +195,10 @@ impl BoardContext {
             let Ok(runner_scope) = RunnerScope::of(&namespace, board, &spec.owner, spec.repository.as_deref()) else {
                 continue;
             };
-            let state = states.entry(runner_scope.clone()).or_insert_with(|| PollState::new(first, now));
-            state.used = true;
+            let state = states.entry(runner_scope.clone()).or_insert_with(|| PollState::new(false, now));
+            state.seen = now;
             state.installation = spec.installation_id.or(state.installation);
-            if !active || worker.metadata.deletion_timestamp.is_some() {
+            if worker.metadata.deletion_timestamp.is_some() {
                 continue;
             }
             let Some(pod) = self.pod_of(worker) else { continue };
@@ -182,43 +219,49 @@ impl BoardContext {
             quiet_polls.pop_front();
         }
         let pools = stores.pools.store.state();
+        let mut quiet = Vec::new();
         for claim in stores.claims.store.state().iter().filter(|claim| claim.spec.job.is_some() && is_open(claim)) {
             let Some((runner_scope, board)) = scope_of_claim(claim, &pools) else { continue };
             let ended = claim.metadata.uid.as_deref().and_then(|uid| ended.get(uid)).copied();
             let Some(ask) = self.job_poll(claim, board, ended) else { continue };
-            if ask.at > now {
-                later(ask.at);
+            let paused = claim.metadata.uid.as_deref().and_then(|uid| self.memory.job_paused(uid, now));
+            let at = paused.map_or(ask.at, |until| ask.at.max(until));
+            if at > now {
+                later(at);
                 continue;
             }
             let state = states.entry(runner_scope.clone()).or_insert_with(|| PollState::new(false, now));
             if under_way.contains(&runner_scope) || state.not_before > now {
                 continue;
             }
-            if !ask.urgent {
-                if quiet_polls.len() >= MAX_QUIET_JOBS_PER_MINUTE {
-                    continue;
-                }
-                quiet_polls.push_back(now);
-            }
             state.installation = claim.spec.installation_id.or(state.installation);
-            tasks
-                .entry(runner_scope)
-                .or_default()
-                .jobs
-                .push((claim.clone(), board.timeouts.stuck_queued.after(created(claim))));
+            let stuck_at = board.timeouts.stuck_queued.after(created(claim));
+            if ask.urgent {
+                tasks.entry(runner_scope).or_default().jobs.push((claim.clone(), stuck_at));
+            } else {
+                let owner = runner_scope.scope.owner().to_lowercase();
+                quiet.push((ask.at, owner, (runner_scope, claim.clone(), stuck_at)));
+            }
+        }
+        let room = MAX_QUIET_JOBS_PER_MINUTE.saturating_sub(quiet_polls.len());
+        for (runner_scope, claim, stuck_at) in job::in_turn(quiet, room) {
+            quiet_polls.push_back(now);
+            tasks.entry(runner_scope).or_default().jobs.push((claim, stuck_at));
         }
         for (runner_scope, state) in states.iter() {
             let due = state.swept.saturating_add(SWEEP_PERIOD).unwrap_or(Timestamp::MAX);
-            if state.used && due <= now {
+            if due <= now {
                 tasks.entry(runner_scope.clone()).or_default().list = true;
-            } else if state.used {
+            } else {
                 later(due);
             }
-            if state.not_before > now {
-                later(state.not_before);
+            let paused = state.not_before.max(state.no_list_before);
+            if paused > now {
+                later(paused);
             }
             if let Some(task) = tasks.get_mut(runner_scope) {
                 task.installation = state.installation;
+                task.list &= state.no_list_before <= now;
             }
         }
         (tasks, next)
@@ -237,27 +280,47 @@ impl BoardContext {
         job::ask(claim, self.memory.job(claim).as_ref(), ended, board.timeouts.stuck_queued)
     }
 
-    /// Polls one scope; returns whether the runners were listed.
+    /// Polls one scope; returns whether the runners were listed. What concerns the list or one job alone stops nothing else.
     async fn poll(&self, runner_scope: &RunnerScope, task: PollTask) -> Result<bool, AccountError> {
         let account = self.account_at(runner_scope, task.installation).await?;
-        if task.list {
-            let (github, at) = (&self.shared.github, clock::now());
-            let runners = github.runners(&account.credentials, &account.scope, &runner_scope.group).await?;
-            tracing::debug!(scope = %runner_scope.scope, runners = runners.len(), "runners listed");
-            self.memory.note_runners(runner_scope.clone(), at, &runners);
-            for worker in self.all_workers().iter().filter(|worker| worker.spec.board.is_some() && is_active(worker)) {
-                let _ = self.workers.send(reference(&worker.namespace().unwrap_or_default(), &worker.name_any()));
-            }
-            match remove_without_worker(self, &account.credentials, &account.scope, &runners).await {
-                Ok(()) => {}
-                Err(Error::GitHub(error)) => return Err(error.into()),
-                Err(error) => tracing::warn!(scope = %runner_scope.scope, %error, "stale runners not removed"),
-            }
+        let listed = if task.list { self.list(runner_scope, &account).await } else { Ok(false) };
+        if listed.as_ref().is_err_and(AccountError::is_of_owner) {
+            return listed;
         }
         for (claim, stuck_at) in task.jobs.into_iter().take(MAX_JOBS_PER_POLL) {
-            self.poll_job(&account, &claim, stuck_at).await?;
+            match self.poll_job(&account, &claim, stuck_at).await {
+                Err(error) if error.is_of_owner() => return Err(error),
+                Err(error) => {
+                    tracing::warn!(claim = claim.name_any(), %error, "GitHub did not tell about a job");
+                    self.memory.pause_job(&claim.uid().unwrap_or_default(), clock::now());
+                }
+                Ok(()) => {}
+            }
         }
-        Ok(task.list)
+        listed
+    }
+
+    /// Lists the runners of a scope, and removes stray ones.
+    async fn list(&self, runner_scope: &RunnerScope, account: &Account) -> Result<bool, AccountError> {
+        let (github, at) = (&self.shared.github, clock::now());
+        let runners = github.runners(&account.credentials, &account.scope, &runner_scope.group).await?;
+        tracing::debug!(scope = %runner_scope.scope, runners = runners.len(), "runners listed");
+        self.memory.note_runners(runner_scope.clone(), at, &runners);
+        for worker in self.all_workers().iter().filter(|worker| worker.spec.board.is_some() && is_active(worker)) {
+            let _ = self.workers.send(reference(&worker.namespace().unwrap_or_default(), &worker.name_any()));
+        }
+        match remove_without_worker(self, &account.credentials, &account.scope, &runners).await {
+            Ok(()) => {}
+            Err(Error::GitHub(error)) => return Err(error.into()),
+            Err(error) => tracing::warn!(scope = %runner_scope.scope, %error, "stale runners not removed"),
+        }
+        Ok(true)
+    }
+
+    /// Whether the claim's job is queued for longer than GitHub keeps one.
+    fn outlived(&self, claim: &RunnerClaim, now: Timestamp) -> bool {
+        let queued = self.job_of(claim).is_some_and(|(state, _)| state == JobState::Queued);
+        queued && now.duration_since(created(claim)) > QUEUE_LIFE
     }
 
     async fn poll_job(
@@ -282,9 +345,13 @@ impl BoardContext {
                 JobSeen { state, runner: runner.map(|name| Runner { id: job.runner_id, name }), at }
             }
             Err(GitHubError::NotFound(_)) => JobSeen { state: JobState::Gone, runner: None, at },
+            // Its repository was deleted or hidden.
+            Err(GitHubError::Unexpected(_)) if self.outlived(claim, at) => {
+                JobSeen { state: JobState::Gone, runner: None, at }
+            }
             Err(error) => return Err(error.into()),
         };
-        lock(&self.memory.jobs).insert(uid, seen);
+        self.memory.note_job(uid, seen);
         self.changed.notify_one();
         let _ = self.claims.send(ObjectRef::from_obj(&**claim));
         Ok(())
@@ -294,7 +361,15 @@ impl BoardContext {
 impl PollState {
     fn new(first: bool, now: Timestamp) -> Self {
         let swept = if first { now - SWEEP_PERIOD + FIRST_SWEEP_DELAY } else { now };
-        Self { swept, used: false, installation: None, not_before: Timestamp::UNIX_EPOCH, failures: 0 }
+        Self {
+            swept,
+            seen: now,
+            installation: None,
+            not_before: Timestamp::UNIX_EPOCH,
+            failures: 0,
+            no_list_before: Timestamp::UNIX_EPOCH,
+            list_failures: 0,
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::DeleteParams;
 use paddock::api::{ClaimPhase, RunnerClaim, Worker};
-use paddock_bed::github::Conclusion;
+use paddock_bed::github::{Conclusion, Effect, Fault};
 use serde_json::json;
 
 use crate::fixture::{
@@ -102,4 +102,26 @@ pub async fn jobs_that_will_never_run_fail(world: &World) -> Result<()> {
     let stuck = pool.until_claim(&stuck, ClaimPhase::Failed).await?;
     ensure!(reason(&stuck) == "JobStuckQueued", "{stuck:?}");
     world.until_true("their pods are gone", async || Ok(pool.pods().await?.is_empty())).await
+}
+
+/// Jobs that GitHub does not tell about, here because it redirects to another host, keep no question about others back.
+pub async fn jobs_that_github_does_not_tell_about_delay_no_other(world: &World) -> Result<()> {
+    let pool =
+        BoardPool::simulated(world, 1, json!({ "timeouts": { "stuckQueued": "2s", "registration": "1h" } })).await?;
+    let github = &world.stage.github;
+    let (moved, cancelled) = ([pool.queue(None)?, pool.queue(None)?, pool.queue(None)?], pool.queue(None)?);
+    github.cancel_job(cancelled.id);
+    for job in &moved {
+        let elsewhere = Effect::Redirect { status: 301, location: "https://elsewhere.example/".into() };
+        github.fault(Fault::new("GET", &format!("/repos/*/actions/jobs/{}", job.id), elsewhere));
+        pool.claim_for(job).await?;
+    }
+    let claim = pool.claim_for(&cancelled).await?;
+    pool.until_claim(&claim, ClaimPhase::Completed).await?;
+    for job in &moved {
+        let claim = world.api::<RunnerClaim>(&pool.namespace).get(&format!("job-{}", job.id)).await?;
+        let phase = claim.status.and_then(|status| status.phase);
+        ensure!(phase.is_none_or(|phase| !phase.is_over()), "nothing is known of job {}: {phase:?}", job.id);
+    }
+    Ok(())
 }

@@ -1,5 +1,7 @@
 //! Jobs of claims: their progress, their runner, and when to ask GitHub about them.
 
+use std::collections::BTreeMap;
+
 use jiff::{SignedDuration, Timestamp};
 
 use super::job_facts::{JobFacts, JobStage};
@@ -93,6 +95,22 @@ pub fn ask(
     })
 }
 
+/// The questions to ask now, of those that can wait: one of each owner before a second one of any, oldest first.
+pub fn in_turn<T>(mut questions: Vec<(Timestamp, String, T)>, room: usize) -> Vec<T> {
+    questions.sort_by(|(a, x, _), (b, y, _)| (a, x).cmp(&(b, y)));
+    let mut of_owner: BTreeMap<String, usize> = BTreeMap::new();
+    let mut turns: Vec<_> = questions
+        .into_iter()
+        .map(|(_, owner, question)| {
+            let turn = of_owner.entry(owner).or_default();
+            *turn += 1;
+            (*turn, question)
+        })
+        .collect();
+    turns.sort_by_key(|(turn, _)| *turn);
+    turns.into_iter().take(room).map(|(_, question)| question).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use serde_json::{Value, json};
@@ -139,6 +157,15 @@ mod tests {
         assert_eq!(state(&claim("c", 0), None, None), None, "a claim without a job");
         let known = with(&reported(queued, json!(null)), json!({"status": {"runner": {"name": "w"}}}));
         assert_eq!(state(&known, None, None), Some(Running), "the status keeps an earlier answer");
+    }
+
+    #[test]
+    fn quiet_jobs_are_asked_about_oldest_first_and_fair_by_owner() {
+        let many = (10..40).map(|second| (at(second), "many".to_owned(), second));
+        let few = [(at(100), "few".to_owned(), 100), (at(90), "few".to_owned(), 90), (at(95), "one".to_owned(), 95)];
+        let questions: Vec<_> = many.chain(few).collect();
+        assert_eq!(in_turn(questions.clone(), 6), [10, 90, 95, 11, 100, 12]);
+        assert_eq!(in_turn(questions, 2), [10, 90]);
     }
 
     #[test]
