@@ -18,6 +18,7 @@ mod instances;
 mod line;
 pub mod machines;
 mod records;
+mod queues;
 mod sqs;
 mod xml;
 
@@ -182,6 +183,11 @@ impl Aws {
     /// Every instance that was ever launched.
     pub fn instances(&self) -> Vec<Instance> {
         self.front.instances.list()
+    /// How long after its deletion a queue cannot be made again: 60 s at SQS, which is the default.
+    pub fn set_queue_deletion_time(&self, time: Duration) {
+        self.front.queues.names.set_deletion_time(time);
+    }
+
     }
 
     /// All future launches and terminations, preceded by a launch event for each running instance.

@@ -13,6 +13,7 @@ use crate::{
     call::{Answer, Call, Service},
     faults::Effect,
     front::{Front, Outcome},
+    queues::{self, Names},
 };
 
 /// The maximum number of messages of one receive.
@@ -20,6 +21,7 @@ const BATCH: usize = 10;
 
 #[derive(Default)]
 pub struct Queues {
+    pub names: Names,
     /// Messages that the next receive of a queue delivers once more.
     echoes: Mutex<HashMap<String, Vec<Value>>>,
     /// Every delivered message, by receipt handle.
@@ -52,6 +54,10 @@ pub async fn perform(front: &Front, call: Call, quirk: Option<Effect>) -> Outcom
         "ReceiveMessage" => receive(front, &call, quirk).await?,
         "DeleteMessage" => delete(front, &call).await?,
         "DeleteMessageBatch" => delete_batch(front, &call).await?,
+        "CreateQueue" => queues::create(front, &call).await?,
+        "DeleteQueue" => queues::delete(front, &call).await?,
+        "SetQueueAttributes" => queues::set_attributes(front, &call).await?,
+        "GetQueueAttributes" => queues::get_attributes(front, &call).await?,
         _ => front.forward(&call, call.body.clone()).await?,
     };
     if !answer.ok() {
@@ -181,16 +187,16 @@ async fn hide(front: &Front, queue: &str, message: &Value, seconds: u32) -> Outc
     Ok(())
 }
 
-fn body(call: &Call) -> Outcome<Value> {
+pub fn body(call: &Call) -> Outcome<Value> {
     debug_assert_eq!(call.service, Service::Sqs);
     Ok(parse(&call.body)?)
 }
 
-fn parse(body: &[u8]) -> anyhow::Result<Value> {
+pub fn parse(body: &[u8]) -> anyhow::Result<Value> {
     serde_json::from_slice(body).context("SQS speaks JSON")
 }
 
-fn text<'a>(value: &'a Value, key: &str) -> &'a str {
+pub fn text<'a>(value: &'a Value, key: &str) -> &'a str {
     value[key].as_str().unwrap_or_default()
 }
 

@@ -31,7 +31,8 @@ fn main() {
             delayed_call_is_carried_out_later rules_look_into_the_request;
         queues: queue_urls_lead_to_the_front a_message_is_delivered_twice a_message_is_delivered_late
             a_message_is_delivered_after_its_deletion a_receive_is_falsely_empty a_receive_is_out_of_order
-            deleting_twice_is_no_error;
+            deleting_twice_is_no_error queue_with_other_attributes_is_not_made_again
+            deleted_queue_is_not_made_again_for_a_minute;
         fleet: requirements_become_the_cheapest_type burstable_types_can_be_had_when_asked_for
             same_token_same_fleet_even_at_once same_token_other_request_is_refused
             a_zone_without_capacity_sends_the_fleet_elsewhere a_fleet_is_fulfilled_in_part

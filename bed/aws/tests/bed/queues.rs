@@ -1,6 +1,11 @@
 use std::time::Duration;
 
-use aws_sdk_sqs::{Client, types::Message};
+use aws_sdk_sqs::{
+    Client,
+    error::ProvideErrorMetadata,
+    operation::create_queue::CreateQueueError,
+    types::{Message, QueueAttributeName},
+};
 use paddock_bed_aws::{
     Aws, Service,
     faults::{Effect, Rule},
@@ -96,4 +101,42 @@ pub async fn deleting_twice_is_no_error(aws: &Aws) {
     let entry = entry.receipt_handle(message.receipt_handle().unwrap()).build().unwrap();
     let batch = client.delete_message_batch().queue_url(&url).entries(entry).send().await.unwrap();
     assert_eq!((batch.successful().len(), batch.failed().len()), (1, 0));
+}
+
+async fn create(client: &Client, name: &str, retention: Option<&str>) -> Result<String, CreateQueueError> {
+    let mut create = client.create_queue().queue_name(name);
+    if let Some(seconds) = retention {
+        create = create.attributes(QueueAttributeName::MessageRetentionPeriod, seconds);
+    }
+    let answer = create.send().await.map_err(aws_sdk_sqs::error::SdkError::into_service_error)?;
+    Ok(answer.queue_url.unwrap())
+}
+
+pub async fn queue_with_other_attributes_is_not_made_again(aws: &Aws) {
+    let client = Client::new(&config(aws));
+    let url = create(&client, "other", Some("3600")).await.unwrap();
+    assert_eq!(create(&client, "other", Some("3600")).await.unwrap(), url);
+    assert_eq!(create(&client, "other", None).await.unwrap(), url, "only attributes that are named are compared");
+    let refused = create(&client, "other", Some("7200")).await.unwrap_err();
+    assert!(refused.is_queue_name_exists() && refused.code() == Some("QueueAlreadyExists"), "{refused:?}");
+
+    let name = QueueAttributeName::MessageRetentionPeriod;
+    client.set_queue_attributes().queue_url(&url).attributes(name.clone(), "7200").send().await.unwrap();
+    assert_eq!(create(&client, "other", Some("7200")).await.unwrap(), url);
+    let got = client.get_queue_attributes().queue_url(&url).attribute_names(QueueAttributeName::All).send().await;
+    let got = got.unwrap().attributes.unwrap();
+    assert_eq!((got[&name].as_str(), got[&QueueAttributeName::VisibilityTimeout].as_str()), ("7200", "30"));
+    let refused = create(&client, "short", Some("59")).await.unwrap_err();
+    assert!(refused.is_invalid_attribute_value(), "{refused:?}");
+}
+
+pub async fn deleted_queue_is_not_made_again_for_a_minute(aws: &Aws) {
+    let client = Client::new(&config(aws));
+    let url = create(&client, "phoenix", None).await.unwrap();
+    client.delete_queue().queue_url(&url).send().await.unwrap();
+    let refused = create(&client, "phoenix", None).await.unwrap_err();
+    assert!(refused.is_queue_deleted_recently(), "{refused:?}");
+    aws.set_queue_deletion_time(Duration::from_millis(1));
+    eventually("the name to be free", async || create(&client, "phoenix", None).await.ok()).await;
+    aws.set_queue_deletion_time(Duration::from_secs(60));
 }
