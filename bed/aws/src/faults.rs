@@ -45,6 +45,8 @@ pub enum Effect {
     /// EC2: `DescribeInstances` omits the instances of this launch for a while.
     Invisible { ms: u64 },
     /// EC2: `CreateFleet` finds capacity for so many machines of this usage class (of any, if omitted), and has the
+    /// DynamoDB: `BatchGetItem` and `BatchWriteItem` process only the first so many items.
+    Unprocessed { processed: usize },
     /// errors of an instant fleet for the rest. Limits of [`crate::capacity`] are for all fleets; this is for one.
     Short {
         available: u32,

@@ -17,11 +17,10 @@ use axum::{
 };
 
 use crate::{
-    PARTITION, REGION,
     call::{Answer, Call, Service},
     capacity::Capacity,
     catalogue::Catalogue,
-    ec2,
+    dynamodb, ec2,
     faults::{Effect, Faults},
     fleet::Fleets,
     form::Form,
@@ -38,9 +37,6 @@ pub const EC2_CREDENTIAL: &str =
 
 /// DynamoDB's largest request is 16 MB.
 const BODY_LIMIT: usize = 32 << 20;
-
-/// More than DynamoDB answers about a table of ours.
-const TABLE_ANSWER_MAX: usize = 8 << 10;
 
 /// How often each action of each service was called.
 pub type Calls = BTreeMap<Service, BTreeMap<String, u64>>;
@@ -166,7 +162,7 @@ impl Front {
             }
             let outcome = match call.service {
                 Service::DynamoDb => {
-                    let answer = front.forward(&call, call.body.clone()).await.map(in_our_region);
+                    let answer = dynamodb::perform(&front, &call, quirk).await;
                     answer.inspect(|answer| front.records.note(&call, answer))
                 }
                 Service::Sqs => sqs::perform(&front, call, quirk).await,
@@ -176,20 +172,6 @@ impl Front {
         };
         tokio::spawn(work).await.unwrap_or_else(|error| Failure::Broken(error.into()).into_answer())
     }
-}
-
-/// The answer with ARNs of tables as AWS would have them: DynamoDB Local has a region of its own.
-fn in_our_region(mut answer: Answer) -> Answer {
-    const LOCAL: &str = "arn:aws:dynamodb:ddblocal:";
-    // Answers about tables are short. Those with items may be large, and have no ARN.
-    if answer.body.len() < TABLE_ANSWER_MAX
-        && let Ok(text) = std::str::from_utf8(&answer.body)
-        && text.contains(LOCAL)
-    {
-        answer.headers.remove("x-amz-crc32");
-        answer.body = text.replace(LOCAL, &format!("arn:{PARTITION}:dynamodb:{REGION}:")).into();
-    }
-    answer
 }
 
 /// Serves every request that is not for the admin API.

@@ -6,6 +6,7 @@ mod call;
 mod capacity;
 mod catalogue;
 mod describe;
+mod dynamodb;
 mod ec2;
 mod emulators;
 pub mod faults;

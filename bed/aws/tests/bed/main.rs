@@ -24,7 +24,7 @@ macro_rules! trials {
 fn main() {
     let trials = trials! {
         admin: rules_counts_and_capacity_are_set_over_http file_is_served_with_its_digest;
-        store: conditional_writers_race_and_exactly_one_wins;
+        store: conditional_writers_race_and_exactly_one_wins batches_are_processed_in_part;
         iam: a_machine_writes_its_own_items_and_nothing_else;
         faults: each_service_throttles_in_its_own_words any_error_code_can_be_asked_for server_errors_are_the_services_own
             lost_response_is_carried_out reset_is_not_carried_out hanging_call_is_not_carried_out

@@ -1,9 +1,15 @@
 use aws_sdk_dynamodb::{
     Client,
-    types::{AttributeDefinition, AttributeValue, BillingMode, KeySchemaElement, KeyType, ScalarAttributeType::S},
+    types::{
+        AttributeDefinition, AttributeValue, BillingMode, KeySchemaElement, KeyType, KeysAndAttributes, PutRequest,
+        ScalarAttributeType::S, WriteRequest,
+    },
 };
 use futures::future::join_all;
-use paddock_bed_aws::Aws;
+use paddock_bed_aws::{
+    Aws, Service,
+    faults::{Effect, Rule},
+};
 
 use crate::support::config;
 
@@ -37,4 +43,31 @@ pub async fn conditional_writers_race_and_exactly_one_wins(aws: &Aws) {
         let losers = results.iter().filter_map(|result| result.as_ref().err()?.as_service_error());
         assert_eq!((winners, losers.filter(|error| error.is_conditional_check_failed_exception()).count()), (1, 7));
     }
+}
+
+pub async fn batches_are_processed_in_part(aws: &Aws) {
+    let client = table(aws, "batches").await;
+    let in_part =
+        |action| Rule::on(Service::DynamoDb, action, Effect::Unprocessed { processed: 1 }).containing("batches").once();
+    aws.add_fault(in_part("BatchWriteItem"));
+    aws.add_fault(in_part("BatchGetItem"));
+    let key = |id: &str| ("id".to_owned(), AttributeValue::S(id.into()));
+    let put = |id: &str| {
+        let put = PutRequest::builder().set_item(Some([key(id)].into())).build().unwrap();
+        WriteRequest::builder().put_request(put).build()
+    };
+    let write = client.batch_write_item().request_items("batches", vec![put("a"), put("b"), put("c")]);
+    let left = write.send().await.unwrap().unprocessed_items.unwrap();
+    assert_eq!(left["batches"], [put("b"), put("c")]);
+    assert!(exists(&client, "batches", "a").await && !exists(&client, "batches", "b").await);
+    client.batch_write_item().set_request_items(Some(left)).send().await.unwrap();
+
+    let keys = ["a", "b", "c"].map(|id| [key(id)].into());
+    let wanted = KeysAndAttributes::builder().set_keys(Some(keys.into())).consistent_read(true).build().unwrap();
+    let first = client.batch_get_item().request_items("batches", wanted).send().await.unwrap();
+    let left = first.unprocessed_keys.unwrap();
+    assert_eq!((first.responses.unwrap()["batches"].len(), left["batches"].keys().len()), (1, 2));
+    assert_eq!(left["batches"].consistent_read(), Some(true));
+    let rest = client.batch_get_item().set_request_items(Some(left)).send().await.unwrap();
+    assert_eq!(rest.responses.unwrap()["batches"].len(), 2);
 }
