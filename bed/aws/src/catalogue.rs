@@ -1,13 +1,14 @@
-//! The available instance types, matched against a fleet's requirements.
+//! The available instance types, with prices.
 
 use std::{collections::HashMap, path::Path, process::Command};
 
 use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
+use serde_json::Value;
 
 use crate::{
-    capacity::{Usage, glob},
-    form::Form,
+    capacity::Usage,
+    requirements::{Requirements, protected},
 };
 
 #[derive(Clone, Debug, PartialEq)]
@@ -20,10 +21,53 @@ pub struct InstanceType {
     pub burstable: bool,
     pub bare_metal: bool,
     pub current: bool,
+    pub accelerators: u32,
+    pub local_storage: bool,
     pub usages: Vec<String>,
 }
 
-/// All types, cheapest first: fewest vCPUs, then least memory.
+/// Prices stand in for AWS's, which moto does not have. They are in millionths of a dollar an hour: so much for a vCPU
+/// and a GiB that `c5.large`, `m5.large` and `r5.large` cost about what they do in us-east-1,
+const VCPU_PRICE: u64 = 37_000;
+const GIB_PRICE: u64 = 2_900;
+/// and so many per cent of that for what else is in the name of a family: (part of the name, per cent).
+const FACTORS: [(&str, u64); 7] = [("a", 90), ("b", 120), ("d", 118), ("g", 80), ("n", 125), ("z", 190), ("flex", 95)];
+const ACCELERATED_PERCENT: u64 = 500;
+/// A family before the current generations costs more for the same.
+const PREVIOUS_PERCENT: u64 = 115;
+const BURSTABLE_PERCENT: u64 = 87;
+/// What spot capacity costs of the price on demand. It changes at AWS, and differs by type and zone.
+const SPOT_PERCENT: u64 = 35;
+
+impl InstanceType {
+    pub fn price(&self, usage: Usage) -> u64 {
+        let family = self.name.split('.').next().unwrap_or_default();
+        let options = family.trim_start_matches(|c: char| c.is_ascii_alphabetic()).trim_start_matches(char::is_numeric);
+        let base = u64::from(self.vcpus) * VCPU_PRICE + u64::from(self.memory_mib) * GIB_PRICE / 1024;
+        let mut price = FACTORS
+            .iter()
+            .filter(|(part, _)| options.split('-').any(|word| word == *part || part.len() == 1 && word.contains(part)))
+            .fold(base, |price, (_, percent)| price * percent / 100);
+        let others = [
+            (!self.current, PREVIOUS_PERCENT),
+            (self.burstable, BURSTABLE_PERCENT),
+            (self.accelerators > 0, ACCELERATED_PERCENT),
+            (usage == Usage::Spot, SPOT_PERCENT),
+        ];
+        for (_, percent) in others.iter().filter(|(applies, _)| *applies) {
+            price = price * percent / 100;
+        }
+        price
+    }
+
+    /// Whether it is of a family for general use: C, M or R.
+    pub fn is_common(&self) -> bool {
+        let family = self.name.split('.').next().unwrap_or_default();
+        ["c", "m", "r"].contains(&family.split(|c: char| c.is_ascii_digit()).next().unwrap_or_default())
+    }
+}
+
+/// All types, cheapest first.
 pub struct Catalogue(Vec<InstanceType>);
 
 impl Catalogue {
@@ -38,7 +82,7 @@ impl Catalogue {
     }
 
     pub fn new(mut types: Vec<InstanceType>) -> Self {
-        types.sort_by(|a, b| (a.vcpus, a.memory_mib, &a.name).cmp(&(b.vcpus, b.memory_mib, &b.name)));
+        types.sort_by_cached_key(|known| (known.price(Usage::OnDemand), known.name.clone()));
         Self(types)
     }
 
@@ -46,88 +90,15 @@ impl Catalogue {
         self.0.iter().find(|known| known.name == name)
     }
 
-    /// The types that meet `requirements`, cheapest first.
-    pub fn matching(&self, requirements: &Requirements, usage: Usage) -> impl Iterator<Item = &InstanceType> {
-        self.0.iter().filter(move |known| requirements.met_by(known, usage))
-    }
-}
-
-/// `InstanceRequirements` of a fleet: attributes instead of a type.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Requirements {
-    vcpus: (u32, u32),
-    memory_mib: (u32, u32),
-    allowed: Vec<String>,
-    excluded: Vec<String>,
-    manufacturers: Vec<String>,
-    generations: Vec<String>,
-    burstable: Kind,
-    bare_metal: Kind,
-}
-
-/// Burstable and bare metal types are excluded unless requested.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Kind {
-    Excluded,
-    Included,
-    Required,
-}
-
-impl Kind {
-    fn parse(text: Option<&str>) -> Self {
-        match text {
-            Some("included") => Self::Included,
-            Some("required") => Self::Required,
-            _ => Self::Excluded,
-        }
+    /// The types that a fleet launches by these requirements, cheapest first.
+    pub fn matching(&self, requirements: &Requirements, usage: Usage) -> Vec<&InstanceType> {
+        let offered = |known: &&InstanceType| known.usages.iter().any(|offered| offered == usage.name());
+        protected(self.with_attributes(requirements).filter(offered).collect(), requirements, usage)
     }
 
-    fn admits(self, is: bool) -> bool {
-        match self {
-            Self::Excluded => !is,
-            Self::Included => true,
-            Self::Required => is,
-        }
-    }
-}
-
-impl Requirements {
-    pub fn parse(form: &Form) -> Self {
-        let range = |key: &str| {
-            let bound = |end: &str, default| form.number(&format!("{key}.{end}")).unwrap_or(default);
-            (bound("Min", 0), bound("Max", u32::MAX))
-        };
-        Self {
-            vcpus: range("VCpuCount"),
-            memory_mib: range("MemoryMiB"),
-            allowed: form.values("AllowedInstanceType"),
-            excluded: form.values("ExcludedInstanceType"),
-            manufacturers: form.values("CpuManufacturer"),
-            generations: form.values("InstanceGeneration"),
-            burstable: Kind::parse(form.get("BurstablePerformance")),
-            bare_metal: Kind::parse(form.get("BareMetal")),
-        }
-    }
-
-    /// A request that names a manufacturer of ARM processors gets these; every other one gets x86-64.
-    fn architecture(&self) -> &'static str {
-        if self.manufacturers.iter().any(|name| name == "amazon-web-services") { "arm64" } else { "x86_64" }
-    }
-
-    fn met_by(&self, known: &InstanceType, usage: Usage) -> bool {
-        let within = |(min, max): (u32, u32), value| (min..=max).contains(&value);
-        let listed = |list: &[String], name: &str| list.iter().any(|pattern| glob(pattern, name));
-        let generation = if known.current { "current" } else { "previous" };
-        within(self.vcpus, known.vcpus)
-            && within(self.memory_mib, known.memory_mib)
-            && (self.allowed.is_empty() || listed(&self.allowed, &known.name))
-            && !listed(&self.excluded, &known.name)
-            && (self.manufacturers.is_empty() || listed(&self.manufacturers, &known.manufacturer))
-            && (self.generations.is_empty() || listed(&self.generations, generation))
-            && self.burstable.admits(known.burstable)
-            && self.bare_metal.admits(known.bare_metal)
-            && listed(&known.architectures, self.architecture())
-            && listed(&known.usages, usage.name())
+    /// The types with these attributes, whatever they cost.
+    pub fn with_attributes(&self, requirements: &Requirements) -> impl Iterator<Item = &InstanceType> {
+        self.0.iter().filter(move |known| requirements.met_by(known))
     }
 }
 
@@ -143,6 +114,15 @@ struct Entry {
     burstable_performance_supported: bool,
     bare_metal: bool,
     current_generation: bool,
+    instance_storage_supported: bool,
+    #[serde(default)]
+    gpu_info: Value,
+    #[serde(default)]
+    fpga_info: Value,
+    #[serde(default)]
+    inference_accelerator_info: Value,
+    #[serde(default)]
+    media_accelerator_info: Value,
     supported_usage_classes: Vec<String>,
 }
 
@@ -168,6 +148,14 @@ struct Processor {
 
 impl From<Entry> for InstanceType {
     fn from(entry: Entry) -> Self {
+        let accelerators = [
+            &entry.gpu_info["Gpus"],
+            &entry.fpga_info["Fpgas"],
+            &entry.inference_accelerator_info["Accelerators"],
+            &entry.media_accelerator_info["Accelerators"],
+        ];
+        let accelerators = accelerators.iter().filter_map(|list| list.as_array()).flatten();
+        let accelerators: u64 = accelerators.map(|one| one["Count"].as_u64().unwrap_or(1)).sum();
         let manufacturer = match entry.processor_info.manufacturer.as_str() {
             "AWS" => "amazon-web-services".to_owned(),
             other => other.to_lowercase(),
@@ -181,6 +169,8 @@ impl From<Entry> for InstanceType {
             burstable: entry.burstable_performance_supported,
             bare_metal: entry.bare_metal,
             current: entry.current_generation,
+            accelerators: accelerators.try_into().unwrap_or(u32::MAX),
+            local_storage: entry.instance_storage_supported,
             usages: entry.supported_usage_classes,
         }
     }

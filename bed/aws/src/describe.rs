@@ -3,20 +3,17 @@
 use anyhow::{Context, Result};
 use roxmltree::{Document, Node};
 
-use crate::xml;
+use crate::{instances::Ending, xml};
 
 /// Which instances to show, and how.
 pub struct View<'a> {
     pub shown: &'a dyn Fn(&str) -> bool,
-    /// Reclaimed by EC2 rather than terminated by the user.
-    pub reclaimed: &'a dyn Fn(&str) -> bool,
+    /// Why an instance ended. moto does not know.
+    pub ending: &'a dyn Fn(&str) -> Option<Ending>,
     /// Continue after this instance.
     pub after: Option<&'a str>,
     pub most: usize,
 }
-
-const RECLAIMED: &str = "<stateReason><code>Server.SpotInstanceTermination</code>\
-    <message>Server.SpotInstanceTermination: Spot instance termination</message></stateReason>";
 
 /// Cuts the answer `text` down to a page. The token of the next page is the last instance of this one.
 pub fn page(text: &str, view: &View<'_>) -> Result<String> {
@@ -43,29 +40,33 @@ pub fn page(text: &str, view: &View<'_>) -> Result<String> {
         out += &text[reservation.range().start..list.range().start];
         out += "<instancesSet>";
         for (_, id, item) in group {
-            out += &instance(text, *item, (view.reclaimed)(id));
+            out += &instance(text, *item, (view.ending)(id));
         }
         out += "</instancesSet>";
         out += &text[list.range().end..reservation.range().end];
     }
     let more = end < instances.len();
     let token = chosen.last().filter(|_| more).map(|(_, id, _)| xml::element("nextToken", id)).unwrap_or_default();
-    Ok(format!(
-        "{}<DescribeInstancesResponse xmlns=\"http://ec2.amazonaws.com/doc/2016-11-15/\"><requestId>bed</requestId>\
-         <reservationSet>{out}</reservationSet>{token}</DescribeInstancesResponse>",
-        xml::PROLOG
-    ))
+    Ok(xml::answer("DescribeInstances", &format!("<reservationSet>{out}</reservationSet>{token}")))
 }
 
-fn instance(text: &str, item: Node<'_, '_>, reclaimed: bool) -> String {
-    let whole = item.range();
-    match xml::child(item, "stateReason").filter(|_| reclaimed) {
-        Some(reason) => {
-            let reason = reason.range();
-            [&text[whole.start..reason.start], RECLAIMED, &text[reason.end..whole.end]].concat()
+/// An instance's element, with the reason of its state as EC2 has it.
+fn instance(text: &str, item: Node<'_, '_>, ending: Option<Ending>) -> String {
+    let Some(Ending { code, message, reason }) = ending else { return text[item.range()].to_owned() };
+    let code_and_message = xml::element("code", &code) + &xml::element("message", &message);
+    let new = [
+        ("reason", xml::element("reason", &reason)),
+        ("stateReason", format!("<stateReason>{code_and_message}</stateReason>")),
+    ];
+    let mut out = text[item.range()].to_owned();
+    for (name, element) in new {
+        let Ok(document) = Document::parse(&out) else { continue };
+        match xml::child(document.root_element(), name).map(|old| old.range()) {
+            Some(old) => out.replace_range(old, &element),
+            None => out.insert_str(out.len() - "</item>".len(), &element),
         }
-        None => text[whole].to_owned(),
     }
+    out
 }
 
 #[cfg(test)]
@@ -91,7 +92,7 @@ mod tests {
 
     #[test]
     fn pages_cut_through_reservations_and_skip_what_is_hidden() {
-        let view = |after, most| View { shown: &|id| id != "i-2", reclaimed: &|_| false, after, most };
+        let view = |after, most| View { shown: &|id| id != "i-2", ending: &|_| None, after, most };
         let first = ids(&page(&answer(), &view(None, 2)).unwrap());
         assert_eq!(first, (vec!["i-1".into(), "i-3".into()], Some("i-3".into())));
         let second = ids(&page(&answer(), &view(Some("i-3"), 2)).unwrap());
@@ -99,8 +100,9 @@ mod tests {
     }
 
     #[test]
-    fn a_reclaimed_instance_says_why_it_ended() {
-        let view = View { shown: &|_| true, reclaimed: &|id| id == "i-4", after: None, most: 9 };
+    fn an_ended_instance_says_why() {
+        let ending = |id: &str| (id == "i-4").then(Ending::reclaimed);
+        let view = View { shown: &|_| true, ending: &ending, after: None, most: 9 };
         let page = page(&answer(), &view).unwrap();
         assert_eq!(page.matches("<code>Server.SpotInstanceTermination</code>").count(), 1);
         assert_eq!(page.matches("<code/>").count(), 3);

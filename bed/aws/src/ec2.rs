@@ -2,7 +2,6 @@
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
-use anyhow::Context;
 use base64::{Engine, engine::general_purpose::STANDARD};
 use roxmltree::Document;
 
@@ -14,7 +13,13 @@ use crate::{
     fleet,
     form::Form,
     front::{Failure, Front, Outcome},
-    instances::{Instance, InstanceState, LaunchFacts, Shutdown},
+    instances::{
+        Ending, Instance,
+        InstanceState::{Stopped, Terminated},
+        LaunchFacts, Shutdown,
+    },
+    requirements::Requirements,
+    templates::{self, Template},
     xml,
 };
 
@@ -23,6 +28,9 @@ const USER_DATA_LIMIT: usize = 16 << 10;
 
 /// EC2's bounds for `MaxResults` of `DescribeInstances`.
 const PAGE: std::ops::RangeInclusive<usize> = 5..=1000;
+
+/// And of `GetInstanceTypesFromInstanceRequirements`.
+const PREVIEW_PAGE: std::ops::RangeInclusive<usize> = 1..=1000;
 
 pub async fn perform(front: &Arc<Front>, action: &str, form: Form, quirk: Option<Effect>) -> Outcome<Answer> {
     let invisible = match quirk {
@@ -37,48 +45,37 @@ pub async fn perform(front: &Arc<Front>, action: &str, form: Form, quirk: Option
         "CreateFleet" => return Ok(fleet::create(front, form, fleet::Quirks { invisible, limit }).await),
         "RunInstances" => launch(front, form, invisible).await?.0,
         "DescribeInstances" => describe(front, form).await?,
-        "TerminateInstances" => end(front, form, InstanceState::Terminated).await?,
-        "StopInstances" => end(front, form, InstanceState::Stopped).await?,
-        "DeleteLaunchTemplate" => delete_template(front, form).await?,
-        "CreateTags" | "DeleteTags" => tag(front, form, action == "CreateTags").await?,
-        _ => {
-            check_user_data(form.get("LaunchTemplateData.UserData"))?;
-            front.moto(&form).await?
+        "TerminateInstances" | "StopInstances" => {
+            existing(front, &form.values("InstanceId"))?;
+            end(front, form, Ending::user()).await?
         }
+        "CreateLaunchTemplate" | "CreateLaunchTemplateVersion" => {
+            check_user_data(form.get("LaunchTemplateData.UserData"))?;
+            templates::create(front, form, invisible).await?
+        }
+        "DescribeLaunchTemplateVersions" => templates::versions(front, form).await?,
+        "DeleteLaunchTemplate" => templates::delete(front, form).await?,
+        "GetInstanceTypesFromInstanceRequirements" => preview(front, &form)?,
+        "CreateTags" | "DeleteTags" => tag(front, form, action == "CreateTags").await?,
+        _ => front.moto(&form).await?,
     };
     Ok(Answer::xml(text))
 }
 
-/// moto treats an unknown template name as a missing one.
-async fn delete_template(front: &Front, form: Form) -> Outcome<String> {
-    match (front.moto(&form).await, form.get("LaunchTemplateName")) {
-        (Err(Failure::Refused(answer)), Some(name)) if answer.text().contains("MissingParameter") => {
-            let message = format!("The specified launch template, with template name {name}, does not exist.");
-            Err(Failure::refused("InvalidLaunchTemplateName.NotFoundException", message))
-        }
-        (outcome, _) => outcome,
-    }
+/// Terminates an instance for this reason.
+pub async fn terminate(front: &Front, id: &str, why: Ending) -> Outcome<()> {
+    end(front, Form::action("TerminateInstances").with("InstanceId.1", id), why).await.map(drop)
 }
 
-/// Terminates instances, as their owner or the cloud would.
-pub async fn terminate(front: &Front, ids: &[&str]) -> Outcome<()> {
-    let form = ids
-        .iter()
-        .zip(1..)
-        .fold(Form::action("TerminateInstances"), |form, (id, index)| form.with(format!("InstanceId.{index}"), *id));
-    end(front, form, InstanceState::Terminated).await.map(drop)
-}
-
-pub async fn stop(front: &Front, id: &str) -> Outcome<()> {
-    let form = Form::action("StopInstances").with("InstanceId.1", id);
-    end(front, form, InstanceState::Stopped).await.map(drop)
+pub async fn stop(front: &Front, id: &str, why: Ending) -> Outcome<()> {
+    end(front, Form::action("StopInstances").with("InstanceId.1", id), why).await.map(drop)
 }
 
 /// Handles a shutdown from inside the machine, which stops or terminates it as set at launch.
 pub async fn shut_down(front: &Front, instance: &Instance) -> Outcome<()> {
     match instance.shutdown {
-        Shutdown::Terminate => terminate(front, &[&instance.id]).await,
-        Shutdown::Stop => stop(front, &instance.id).await,
+        Shutdown::Terminate => terminate(front, &instance.id, Ending::instance()).await,
+        Shutdown::Stop => stop(front, &instance.id, Ending::instance()).await,
     }
 }
 
@@ -94,54 +91,6 @@ pub async fn subnets(front: &Front) -> Outcome<Vec<(String, String)>> {
 
 /// The only instance profile.
 const PROFILE: &str = "paddock-runner";
-
-/// A launch template's version, with the fields that moto does not apply by itself.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Template {
-    pub id: String,
-    pub version: String,
-    pub image_id: String,
-    pub instance_type: Option<String>,
-    shutdown: Option<String>,
-    profile: Option<String>,
-    user_data: Option<String>,
-    metadata: Vec<(&'static str, String)>,
-}
-
-impl Template {
-    /// The template that `LaunchTemplateId` or `LaunchTemplateName`, and `Version`, name in a request.
-    pub async fn find(front: &Front, reference: &Form) -> Outcome<Self> {
-        let mut form = Form::action("DescribeLaunchTemplateVersions")
-            .with("LaunchTemplateVersion.1", reference.get("Version").unwrap_or("$Default"));
-        for key in ["LaunchTemplateId", "LaunchTemplateName"] {
-            if let Some(value) = reference.get(key) {
-                form = form.with(key, value);
-            }
-        }
-        let text = front.moto(&form).await?;
-        let document = Document::parse(&text)?;
-        let versions = xml::items(document.root_element(), "launchTemplateVersionSet");
-        let item = *versions.first().context("moto answers no version of the launch template")?;
-        let text = |path: &[&str]| xml::text(item, path).map(str::to_owned);
-        let data = |path: &[&str]| text(&[&["launchTemplateData"], path].concat());
-        let option = |field: &str, key| Some((key, data(&["metadataOptions", field])?));
-        let metadata = [
-            option("httpTokens", "MetadataOptions.HttpTokens"),
-            option("httpPutResponseHopLimit", "MetadataOptions.HttpPutResponseHopLimit"),
-            option("instanceMetadataTags", "MetadataOptions.InstanceMetadataTags"),
-        ];
-        Ok(Self {
-            id: text(&["launchTemplateId"]).unwrap_or_default(),
-            version: text(&["versionNumber"]).unwrap_or_default(),
-            image_id: data(&["imageId"]).unwrap_or_default(),
-            instance_type: data(&["instanceType"]),
-            shutdown: data(&["instanceInitiatedShutdownBehavior"]),
-            profile: data(&["iamInstanceProfile", "name"]).or_else(|| data(&["iamInstanceProfile", "arn"])),
-            user_data: data(&["userData"]),
-            metadata: metadata.into_iter().flatten().collect(),
-        })
-    }
-}
 
 /// `RunInstances`, with the template fields that moto ignores; returns moto's response and the ids.
 pub async fn launch(front: &Front, mut form: Form, invisible: Option<Duration>) -> Outcome<(String, Vec<String>)> {
@@ -204,38 +153,72 @@ async fn describe(front: &Front, mut form: Form) -> Outcome<String> {
         let message = format!("maxResults must be between {} and {}", PAGE.start(), PAGE.end());
         return Err(Failure::refused("InvalidParameterValue", message));
     }
+    existing(front, &ids)?;
     let known = front.instances.list();
     let hidden: HashSet<&str> = known.iter().filter(|one| one.hidden()).map(|one| one.id.as_str()).collect();
-    let visible = |id: &str| !hidden.contains(id) && known.iter().any(|one| one.id == id);
-    let missing: Vec<_> = ids.iter().map(String::as_str).filter(|id| !visible(id)).collect();
-    if !missing.is_empty() {
-        let message = match missing[..] {
-            [id] => format!("The instance ID '{id}' does not exist"),
-            _ => format!("The instance IDs '{}' do not exist", missing.join(", ")),
-        };
-        return Err(Failure::refused("InvalidInstanceID.NotFound", message));
-    }
     for key in ["InstanceId", "MaxResults", "NextToken"] {
         form.remove(key);
     }
     let text = front.moto(&form.with("MaxResults", "1000000")).await?;
     let view = View {
         shown: &|id| !hidden.contains(id) && (ids.is_empty() || ids.iter().any(|wanted| wanted == id)),
-        reclaimed: &|id| known.iter().any(|one| one.id == id && one.reclaimed()),
+        ending: &|id| known.iter().find(|one| one.id == id)?.ending.clone(),
         after: after.as_deref(),
         most: most.unwrap_or(*PAGE.end()),
     };
     Ok(page(&text, &view)?)
 }
 
-async fn end(front: &Front, form: Form, state: InstanceState) -> Outcome<String> {
+/// Refuses a call for instances of which one does not exist, or not for other calls yet. Nothing happens to the others:
+/// "If you specify multiple instances and the request fails (for example, because of a single incorrect instance ID),
+/// none of the instances are terminated" (TerminateInstances in the API reference).
+fn existing(front: &Front, ids: &[String]) -> Outcome<()> {
+    let known = front.instances.list();
+    let there = |id: &str| known.iter().any(|one| one.id == id && !one.hidden());
+    let missing: Vec<_> = ids.iter().map(String::as_str).filter(|id| !there(id)).collect();
+    let message = match missing[..] {
+        [] => return Ok(()),
+        [id] => format!("The instance ID '{id}' does not exist"),
+        _ => format!("The instance IDs '{}' do not exist", missing.join(", ")),
+    };
+    Err(Failure::refused("InvalidInstanceID.NotFound", message))
+}
+
+async fn end(front: &Front, form: Form, why: Ending) -> Outcome<String> {
     let text = front.moto(&form).await?;
-    form.values("InstanceId").iter().for_each(|id| front.instances.ended(id, state));
+    let state = if form.get("Action") == Some("StopInstances") { Stopped } else { Terminated };
+    form.values("InstanceId").iter().for_each(|id| front.instances.ended(id, state, why.clone()));
     Ok(text)
+}
+
+/// The types that a fleet could launch, capacity and prices aside.
+fn preview(front: &Front, form: &Form) -> Outcome<String> {
+    let requirements = Requirements::parse(&form.below("InstanceRequirements"))
+        .map_err(|(code, message)| Failure::refused(code, message))?
+        .for_architectures(form.values("ArchitectureType"));
+    let most = form.number("MaxResults").map_or(*PREVIEW_PAGE.end(), |most| most as usize);
+    if !PREVIEW_PAGE.contains(&most) {
+        let message = format!("maxResults must be between {} and {}", PREVIEW_PAGE.start(), PREVIEW_PAGE.end());
+        return Err(Failure::refused("InvalidParameterValue", message));
+    }
+    // Other types have other virtualization; those in the catalogue all have this one.
+    let hvm = form.values("VirtualizationType").iter().any(|kind| kind == "hvm");
+    let all: Vec<_> = front.catalogue.with_attributes(&requirements).filter(|_| hvm).collect();
+    let after = form.get("NextToken");
+    let start = after.and_then(|last| all.iter().position(|known| known.name == last)).map_or(0, |at| at + 1);
+    let end = all.len().min(start + most);
+    let item = |name: &str| format!("<item>{}</item>", xml::element("instanceType", name));
+    let items: String = all[start..end].iter().map(|known| item(&known.name)).collect();
+    let last = all[start..end].last().filter(|_| end < all.len());
+    let token = last.map(|known| xml::element("nextToken", &known.name)).unwrap_or_default();
+    let set = format!("<instanceTypeSet>{items}</instanceTypeSet>{token}");
+    Ok(xml::answer("GetInstanceTypesFromInstanceRequirements", &set))
 }
 
 /// Keeps the tags in the metadata service up to date.
 async fn tag(front: &Front, form: Form, create: bool) -> Outcome<String> {
+    let instances: Vec<_> = form.values("ResourceId").into_iter().filter(|id| id.starts_with("i-")).collect();
+    existing(front, &instances)?;
     let text = front.moto(&form).await?;
     let tags = form.items("Tag");
     for id in form.values("ResourceId") {

@@ -42,11 +42,12 @@ pub enum Effect {
     Late { seconds: u32 },
     /// SQS, matched by message on `DeleteMessage`: it is deleted, but the next receive still delivers it.
     AfterDeletion,
-    /// EC2: `DescribeInstances` omits the instances of this launch for a while.
+    /// EC2: other calls do not see the instances of this launch, or the launch template or version that this call
+    /// creates, for a while. Calls that name one of them are refused.
     Invisible { ms: u64 },
-    /// EC2: `CreateFleet` finds capacity for so many machines of this usage class (of any, if omitted), and has the
     /// DynamoDB: `BatchGetItem` and `BatchWriteItem` process only the first so many items.
     Unprocessed { processed: usize },
+    /// EC2: `CreateFleet` finds capacity for so many machines of this usage class (of any, if omitted), and has the
     /// errors of an instant fleet for the rest. Limits of [`crate::capacity`] are for all fleets; this is for one.
     Short {
         available: u32,

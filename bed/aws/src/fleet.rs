@@ -16,10 +16,12 @@ use roxmltree::Document;
 use crate::{
     call::{Answer, Service},
     capacity::{Capacity, Limit, Usage},
-    catalogue::{Catalogue, InstanceType, Requirements},
-    ec2::{self, Template},
+    catalogue::{Catalogue, InstanceType},
+    ec2,
     form::Form,
     front::{Failure, Front, Outcome},
+    requirements::Requirements,
+    templates::Template,
     xml,
 };
 
@@ -98,6 +100,9 @@ async fn fulfil(front: &Front, form: &Form, Quirks { invisible, limit }: Quirks)
     Ok(Answer::xml(render(&id, &launched, &errors, &templates)))
 }
 
+/// EC2's code and message.
+type Refusal = (&'static str, String);
+
 /// A parsed fleet request.
 struct Request {
     configs: Vec<Config>,
@@ -120,7 +125,7 @@ struct Override {
 }
 
 impl Request {
-    fn parse(form: &Form) -> Result<Self, (&'static str, String)> {
+    fn parse(form: &Form) -> Result<Self, Refusal> {
         if form.get("Type") != Some("instant") {
             return Err(("UnsupportedOperation", "The test bed makes fleets of type instant only.".into()));
         }
@@ -133,7 +138,8 @@ impl Request {
         let (mut on_demand, mut spot) = (named("OnDemand").unwrap_or(0), named("Spot").unwrap_or(0));
         let rest = total.saturating_sub(on_demand + spot);
         *if spot_by_default { &mut spot } else { &mut on_demand } += rest;
-        let configs: Vec<_> = form.items("LaunchTemplateConfigs").iter().map(Config::parse).collect();
+        let configs: Vec<_> =
+            form.items("LaunchTemplateConfigs").iter().map(Config::parse).collect::<Result<_, _>>()?;
         if configs.is_empty() {
             return Err(("MissingParameter", "The request must contain LaunchTemplateConfigs.".into()));
         }
@@ -146,25 +152,26 @@ impl Request {
 }
 
 impl Config {
-    fn parse(form: &Form) -> Self {
-        let mut overrides: Vec<_> = form.items("Overrides").iter().map(Override::parse).collect();
+    fn parse(form: &Form) -> Result<Self, Refusal> {
+        let overrides = form.items("Overrides").iter().map(Override::parse).collect::<Result<Vec<_>, _>>();
+        let mut overrides = overrides?;
         if overrides.is_empty() {
             overrides.push(Override::default());
         }
-        Self { template: form.below("LaunchTemplateSpecification"), overrides }
+        Ok(Self { template: form.below("LaunchTemplateSpecification"), overrides })
     }
 }
 
 impl Override {
-    fn parse(form: &Form) -> Self {
+    fn parse(form: &Form) -> Result<Self, Refusal> {
         let requirements = form.below("InstanceRequirements");
         let text = |key| form.get(key).map(str::to_owned);
-        Self {
+        Ok(Self {
             subnet: text("SubnetId"),
             zone: text("AvailabilityZone"),
             instance_type: text("InstanceType"),
-            requirements: (!requirements.is_empty()).then(|| Requirements::parse(&requirements)),
-        }
+            requirements: (!requirements.is_empty()).then(|| Requirements::parse(&requirements)).transpose()?,
+        })
     }
 }
 
@@ -210,7 +217,7 @@ fn pools(
             }
         }
     }
-    found.sort_by(|(a, _), (b, _)| (a.vcpus, a.memory_mib, &a.name).cmp(&(b.vcpus, b.memory_mib, &b.name)));
+    found.sort_by_cached_key(|(known, pool)| (known.price(pool.usage), known.name.clone()));
     (found.into_iter().map(|(_, pool)| pool).collect(), errors)
 }
 
@@ -232,7 +239,7 @@ impl Override {
         };
         (pool.subnet, pool.zone) = (subnet.clone(), zone.clone());
         let types: Vec<_> = match &self.requirements {
-            Some(requirements) => catalogue.matching(requirements, pool.usage).collect(),
+            Some(requirements) => catalogue.matching(requirements, pool.usage),
             None => catalogue.get(&pool.instance_type).into_iter().collect(),
         };
         if types.is_empty() {

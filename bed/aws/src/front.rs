@@ -29,6 +29,7 @@ use crate::{
     line::Line,
     records::Records,
     sqs::{self, Queues},
+    templates,
 };
 
 /// moto detects the service by the credential's scope and does not check the signature.
@@ -86,6 +87,7 @@ pub struct Front {
     pub instances: Instances,
     pub records: Records,
     pub fleets: Fleets,
+    pub templates: templates::Hidden,
     /// Files that machines download, by URL path. They are in memory: a hundred machines boot at a time, and streaming
     /// from disk costs an unoptimised build one CPU second each.
     pub files: Mutex<HashMap<String, Bytes>>,

@@ -28,10 +28,48 @@ pub enum InstanceState {
     Terminated,
 }
 
+/// Why an instance stopped or was terminated. The texts are those of `StateReason` in the EC2 API reference.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Ending {
+    pub code: String,
+    pub message: String,
+    /// `StateTransitionReason`.
+    pub reason: String,
+}
+
+impl Ending {
+    /// By a call of the account.
+    pub fn user() -> Self {
+        Self::new("Client.UserInitiatedShutdown", "User initiated shutdown", "User initiated")
+    }
+
+    /// By a shutdown from inside the machine.
+    pub fn instance() -> Self {
+        Self::new("Client.InstanceInitiatedShutdown", "Instance initiated shutdown", "Instance initiated")
+    }
+
+    /// EC2 took spot capacity back.
+    pub fn reclaimed() -> Self {
+        Self::server("Server.SpotInstanceTermination", "Spot instance termination")
+    }
+
+    /// EC2 ended it, for example as it could not start: `Server.InternalError`, `Client.VolumeLimitExceeded`.
+    pub fn server(code: &str, message: &str) -> Self {
+        Self::new(code, message, "Server initiated")
+    }
+
+    fn new(code: &str, message: &str, who: &str) -> Self {
+        let time = jiff::Timestamp::now().strftime("%Y-%m-%d %H:%M:%S");
+        Self { code: code.into(), message: format!("{code}: {message}"), reason: format!("{who} ({time} GMT)") }
+    }
+}
+
 #[derive(Clone, Debug, Serialize)]
 pub struct Instance {
     pub id: String,
     pub state: InstanceState,
+    /// None while it runs.
+    pub ending: Option<Ending>,
     pub instance_type: String,
     pub image_id: String,
     pub zone: String,
@@ -66,6 +104,7 @@ impl Instance {
         Self {
             id: text(&["instanceId"]),
             state: InstanceState::Running,
+            ending: None,
             instance_type: text(&["instanceType"]),
             image_id: text(&["imageId"]),
             zone: text(&["placement", "availabilityZone"]),
@@ -79,11 +118,6 @@ impl Instance {
             user_data: facts.user_data.clone(),
             hidden_until: facts.invisible.map(|time| Instant::now() + time),
         }
-    }
-
-    /// Whether EC2 reclaimed it, rather than its owner terminated it.
-    pub fn reclaimed(&self) -> bool {
-        self.state == InstanceState::Terminated && self.spot_notice.is_some()
     }
 
     pub fn hidden(&self) -> bool {
@@ -120,9 +154,12 @@ impl Instances {
         inner.notify(&Event::Launched(Box::new(instance)));
     }
 
-    pub fn ended(&self, id: &str, state: InstanceState) {
+    pub fn ended(&self, id: &str, state: InstanceState, why: Ending) {
         let mut inner = self.0.lock().unwrap();
         let Some(instance) = inner.all.get_mut(id) else { return };
+        if instance.state != InstanceState::Terminated {
+            instance.ending = Some(why);
+        }
         let was = std::mem::replace(&mut instance.state, state);
         if was == InstanceState::Running {
             inner.notify(&Event::Ended(id.to_owned()));

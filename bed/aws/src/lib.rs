@@ -18,9 +18,11 @@ mod imds;
 mod instances;
 mod line;
 pub mod machines;
-mod records;
 mod queues;
+mod records;
+mod requirements;
 mod sqs;
+mod templates;
 mod xml;
 
 use std::{
@@ -44,7 +46,7 @@ pub use crate::{
     capacity::{Limit, Usage},
     front::Calls,
     iam::access_key,
-    instances::{Event, Instance, InstanceState, Shutdown},
+    instances::{Ending, Event, Instance, InstanceState, Shutdown},
 };
 use crate::{
     catalogue::Catalogue,
@@ -181,14 +183,14 @@ impl Aws {
         self.front.capacity.lock().unwrap().clear();
     }
 
-    /// Every instance that was ever launched.
-    pub fn instances(&self) -> Vec<Instance> {
-        self.front.instances.list()
     /// How long after its deletion a queue cannot be made again: 60 s at SQS, which is the default.
     pub fn set_queue_deletion_time(&self, time: Duration) {
         self.front.queues.names.set_deletion_time(time);
     }
 
+    /// Every instance that was ever launched.
+    pub fn instances(&self) -> Vec<Instance> {
+        self.front.instances.list()
     }
 
     /// All future launches and terminations, preceded by a launch event for each running instance.
@@ -206,16 +208,21 @@ impl Aws {
         &self.front.dynamodb.url
     }
 
-    /// Terminates as the cloud would, without call counts or faults.
+    /// Terminates an instance as its owner would at the console, without call counts or faults.
     pub async fn terminate(&self, id: &str) -> Result<()> {
+        self.terminate_because(id, Ending::user()).await
+    }
+
+    /// Terminates an instance for a reason that EC2 gives as its `StateReason`.
+    pub async fn terminate_because(&self, id: &str, why: Ending) -> Result<()> {
         let (front, id) = (self.front.clone(), id.to_owned());
-        self.run(async move { ec2::terminate(&front, &[&id]).await }).await
+        self.run(async move { ec2::terminate(&front, &id, why).await }).await
     }
 
     /// Stops an instance as its owner would at the console, without call counts or faults.
     pub async fn stop(&self, id: &str) -> Result<()> {
         let (front, id) = (self.front.clone(), id.to_owned());
-        self.run(async move { ec2::stop(&front, &id).await }).await
+        self.run(async move { ec2::stop(&front, &id, Ending::user()).await }).await
     }
 
     /// Makes a file available to machines by HTTP.
@@ -285,6 +292,7 @@ async fn prepare(dir: PathBuf, port: u16) -> Result<Aws> {
         instances: Default::default(),
         records: Default::default(),
         fleets: Default::default(),
+        templates: Default::default(),
         files: Default::default(),
         moto: Default::default(),
     });

@@ -31,7 +31,7 @@ use crate::{
     Aws, Usage, ec2,
     front::{Failure, Front},
     imds,
-    instances::{Event, Instance, InstanceState},
+    instances::{Ending, Event, Instance, InstanceState},
 };
 
 /// The machine's first process: runs the user data, then keeps the machine running.
@@ -149,7 +149,7 @@ impl Machines {
         front.instances.update(&id, |instance| instance.spot_notice = Some(time));
         self.runtime.spawn(async move {
             tokio::time::sleep(notice).await;
-            if let Err(failure) = ec2::terminate(&front, &[&id]).await {
+            if let Err(failure) = ec2::terminate(&front, &id, Ending::reclaimed()).await {
                 tracing::error!("{id} could not be reclaimed: {}", Failure::into_answer(failure).text());
             }
         });

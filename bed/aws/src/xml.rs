@@ -10,6 +10,13 @@ pub fn element(name: &str, text: &str) -> String {
     format!("<{name}>{text}</{name}>")
 }
 
+/// An answer of EC2 with these elements.
+pub fn answer(action: &str, content: &str) -> String {
+    format!(
+        "{PROLOG}<{action}Response xmlns=\"http://ec2.amazonaws.com/doc/2016-11-15/\"><requestId>bed</requestId>{content}</{action}Response>"
+    )
+}
+
 pub fn child<'a, 'i>(node: Node<'a, 'i>, name: &str) -> Option<Node<'a, 'i>> {
     node.children().find(|child| child.has_tag_name_local(name))
 }

@@ -3,7 +3,7 @@ use std::process::Command;
 use base64::{Engine, engine::general_purpose::STANDARD};
 use futures::future::join_all;
 use paddock_bed_aws::{
-    Aws, Limit, Service, Usage,
+    Aws, Ending, Limit, Service, Usage,
     faults::{Effect, Rule},
 };
 
@@ -222,6 +222,51 @@ pub async fn one_fleet_falls_short_and_others_do_not(aws: &Aws) {
     assert!(texts(&text, "errorCode").iter().any(|code| code == "InsufficientInstanceCapacity"), "{text}");
     let (_, text) = fleet(aws, "short", 3, &[(&subnet, SMALL)], &[]).await;
     assert_eq!((ids(&text).len(), texts(&text, "errorCode").len()), (3, 0), "{text}");
+}
+
+/// Prices protect fleets, not the preview.
+pub async fn requirements_are_previewed_in_pages(aws: &Aws) {
+    let (mut seen, mut token) = (Vec::new(), None::<String>);
+    let fields = [
+        ("ArchitectureType.1", "x86_64"),
+        ("VirtualizationType.1", "hvm"),
+        ("InstanceRequirements.VCpuCount.Min", "2"),
+        ("InstanceRequirements.VCpuCount.Max", "2"),
+        ("InstanceRequirements.MemoryMiB.Min", "4096"),
+        ("InstanceRequirements.MemoryMiB.Max", "16384"),
+        ("MaxResults", "20"),
+    ];
+    loop {
+        let mut fields = fields.to_vec();
+        fields.extend(token.as_deref().map(|token| ("NextToken", token)));
+        let (status, page) = ec2(aws, "GetInstanceTypesFromInstanceRequirements", &fields).await;
+        assert_eq!(status, 200, "{page}");
+        let types = texts(&page, "instanceType");
+        assert!(types.len() <= 20, "{page}");
+        seen.extend(types);
+        match texts(&page, "nextToken").pop() {
+            Some(next) => token = Some(next),
+            None => break,
+        }
+    }
+    let has = |name: &str| seen.iter().filter(|known| *known == name).count() == 1;
+    assert!(seen.len() > 20 && has("c5.large") && has("r5.large") && has("m4.large"), "{seen:?}");
+    assert!(!has("t3.medium") && !has("m6g.large"), "{seen:?}");
+}
+
+pub async fn an_ended_instance_says_why(aws: &Aws) {
+    template(aws, "endings", "").await;
+    let (_, text) = fleet(aws, "endings", 2, &[(&subnet(aws, 0).0, SMALL)], &[]).await;
+    let ids = ids(&text);
+    ec2(aws, "TerminateInstances", &[("InstanceId.1", &ids[0])]).await;
+    aws.terminate_because(&ids[1], Ending::server("Client.VolumeLimitExceeded", "Volume limit exceeded"))
+        .await
+        .unwrap();
+    for (id, code) in ids.iter().zip(["Client.UserInitiatedShutdown", "Client.VolumeLimitExceeded"]) {
+        let (_, text) = ec2(aws, "DescribeInstances", &[("InstanceId.1", id)]).await;
+        let reason = format!("<stateReason><code>{code}</code><message>{code}: ");
+        assert!(text.contains(&reason) && text.matches("<stateReason>").count() == 1, "{text}");
+    }
 }
 
 pub async fn user_data_over_16_kib_is_refused(aws: &Aws) {

@@ -9,6 +9,7 @@ mod machines;
 mod queues;
 mod store;
 mod support;
+mod visibility;
 
 use libtest_mimic::{Arguments, Trial};
 
@@ -38,7 +39,10 @@ fn main() {
             a_zone_without_capacity_sends_the_fleet_elsewhere a_fleet_is_fulfilled_in_part
             a_fleet_without_capacity_has_only_errors fleet_below_its_minimum_launches_nothing
             tags_come_from_template_and_fleet instances_are_described_in_pages
-            fresh_instance_is_missing_for_a_while one_fleet_falls_short_and_others_do_not user_data_over_16_kib_is_refused boto3_reads_the_answer;
+            fresh_instance_is_missing_for_a_while one_fleet_falls_short_and_others_do_not user_data_over_16_kib_is_refused
+            requirements_are_previewed_in_pages an_ended_instance_says_why boto3_reads_the_answer;
+        visibility: new_launch_template_is_missing_for_a_while new_version_is_missing_for_a_while
+            new_instance_is_unknown_for_a_while;
         machines: user_data_runs_with_metadata_of_its_own and_dies_with_the_instance
             shutdown_terminates_as_the_template_says spot_instance_is_announced_then_taken
             frozen_machine_stops_and_thaws crashed_machine_leaves_its_instance_running
