@@ -33,16 +33,17 @@ const PAGE: std::ops::RangeInclusive<usize> = 5..=1000;
 const PREVIEW_PAGE: std::ops::RangeInclusive<usize> = 1..=1000;
 
 pub async fn perform(front: &Arc<Front>, action: &str, form: Form, quirk: Option<Effect>) -> Outcome<Answer> {
-    let invisible = match quirk {
-        Some(Effect::Invisible { ms }) => Some(Duration::from_millis(ms)),
-        _ => None,
-    };
-    let limit = match quirk {
-        Some(Effect::Short { available, usage }) => Some(Limit::everywhere(usage, available)),
-        _ => None,
-    };
+    let mut quirks = fleet::Quirks::default();
+    match quirk {
+        Some(Effect::Invisible { ms }) => quirks.invisible = Some(Duration::from_millis(ms)),
+        Some(Effect::Short { available, usage }) => quirks.limit = Some(Limit::everywhere(usage, available)),
+        Some(Effect::FleetError { code, message }) => quirks.error = Some((code, message)),
+        Some(Effect::Older) => quirks.older = true,
+        _ => {}
+    }
+    let invisible = quirks.invisible;
     let text = match action {
-        "CreateFleet" => return Ok(fleet::create(front, form, fleet::Quirks { invisible, limit }).await),
+        "CreateFleet" => return Ok(fleet::create(front, form, quirks).await),
         "RunInstances" => launch(front, form, invisible).await?.0,
         "DescribeInstances" => describe(front, form).await?,
         "TerminateInstances" | "StopInstances" => {

@@ -55,6 +55,14 @@ pub enum Effect {
         usage: Option<Usage>,
     },
 }
+    /// EC2: `CreateFleet` launches nothing and has this error for each override in its answer, which is no error itself.
+    FleetError {
+        code: String,
+        #[serde(default)]
+        message: String,
+    },
+    /// EC2: the answer of `CreateFleet` leaves out zone and subnet of the instances, as older services do.
+    Older,
 
 impl Effect {
     pub fn error(code: &str) -> Self {

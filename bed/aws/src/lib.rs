@@ -13,6 +13,8 @@ pub mod faults;
 mod fleet;
 mod form;
 mod front;
+mod fleet_answer;
+mod fleet_request;
 mod iam;
 mod imds;
 mod instances;

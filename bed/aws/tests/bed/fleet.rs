@@ -293,7 +293,8 @@ answer = ec2.create_fleet(Type="instant", ClientToken="boto", LaunchTemplateConf
 [made], [error] = answer["Instances"], answer["Errors"]
 assert made["Lifecycle"] == "spot" and made["InstanceType"] == "m7i.large" and len(made["InstanceIds"]) == 1, answer
 assert made["LaunchTemplateAndOverrides"]["Overrides"]["SubnetId"] == sys.argv[1], answer
-assert error["ErrorCode"] == "InsufficientInstanceCapacity", answer
+assert made["AvailabilityZone"] and made["SubnetId"] == sys.argv[1], answer
+assert error["ErrorCode"] == "UnfulfillableCapacity" and error["Lifecycle"] == "spot", answer
 pages = ec2.get_paginator("describe_instances").paginate(Filters=[{"Name": "tag:boto", "Values": ["3"]}])
 found = [i for page in pages for r in page["Reservations"] for i in r["Instances"]]
 assert [i["InstanceId"] for i in found] == made["InstanceIds"] and found[0]["InstanceLifecycle"] == "spot", found

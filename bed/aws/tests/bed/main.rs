@@ -4,6 +4,7 @@
 mod admin;
 mod faults;
 mod fleet;
+mod fleet_rules;
 mod iam;
 mod machines;
 mod queues;
@@ -43,6 +44,10 @@ fn main() {
             requirements_are_previewed_in_pages an_ended_instance_says_why boto3_reads_the_answer;
         visibility: new_launch_template_is_missing_for_a_while new_version_is_missing_for_a_while
             new_instance_is_unknown_for_a_while;
+        fleet_rules: fleet_has_one_subnet_of_a_zone fleet_has_at_most_four_requirements
+            requirements_that_leave_no_type_are_refused price_protection_leaves_types_out
+            answer_says_where_instances_are missing_spot_capacity_is_told_once
+            errors_of_a_fleet_can_be_asked_for;
         machines: user_data_runs_with_metadata_of_its_own and_dies_with_the_instance
             shutdown_terminates_as_the_template_says spot_instance_is_announced_then_taken
             frozen_machine_stops_and_thaws crashed_machine_leaves_its_instance_running
