@@ -12,7 +12,7 @@ use kube::{Api, api::PostParams};
 use serde_json::{Value, json};
 
 use crate::{
-    aws::{Aws, ServedFile, machines},
+    aws::{self, Aws, ServedFile, machines},
     github::{self, GitHub, runner::write_runner_dir},
     image::runner_image,
     isolate::Isolated,
@@ -69,7 +69,7 @@ pub struct Stage {
 #[derive(Default)]
 pub struct Options {
     /// Validates all requests and responses of the simulated GitHub against GitHub's schemas, from the tool
-    /// `github-schemas`.
+    /// `github-schemas`, and those of AWS against its service models, which come with moto.
     pub validate: bool,
     /// No process runs on instances.
     pub unmanned: bool,
@@ -103,8 +103,10 @@ impl Stage {
             ..github::Options::default()
         });
         let aws_dir = dir.join("aws");
+        let aws_options =
+            aws::Options { port: options.aws_port, validate: options.validate, ..aws::Options::default() };
         let ((kube, operator_kubeconfig), aws, github) =
-            tokio::try_join!(kube, Aws::start_at(&aws_dir, options.aws_port), github)?;
+            tokio::try_join!(kube, Aws::start_with(&aws_dir, aws_options), github)?;
 
         let ami = dir.join("ami");
         let runner = binary("paddock-bed-runner")?;
@@ -120,6 +122,14 @@ impl Stage {
         let stage = Self { kube, aws, github, machines, app, agent, dir, operator_kubeconfig };
         std::fs::write(stage.webhook_secrets(), format!("{WEBHOOK_SECRET}\n"))?;
         Ok(stage)
+    }
+
+    /// Where anything so far was not as GitHub or AWS have it; empty without [`Options::validate`].
+    pub async fn violations(&self) -> Vec<String> {
+        let (github, aws) = tokio::join!(self.github.violations(), self.aws.violations());
+        let told = |who: &str, found: Vec<String>| found.into_iter().map(|text| format!("{who}: {text}")).collect();
+        let told: [Vec<_>; 2] = [told("not as GitHub has it", github), told("not as AWS has it", aws)];
+        told.concat()
     }
 
     /// The GitHub App that the operator acts as.

@@ -27,6 +27,7 @@ pub fn router(front: Arc<Front>) -> Router {
         .route("/_admin/faults/{id}", delete(remove_fault))
         .route("/_admin/calls", get(calls).delete(reset_calls))
         .route("/_admin/capacity", get(capacity).post(set_capacity).delete(clear_capacity))
+        .route("/_admin/violations", get(violations))
         .route("/_admin/instances", get(instances))
         .route("/_admin/instances/{id}/shutdown", post(shutdown))
         .route("/_files/{digest}/{name}", get(file))
@@ -38,8 +39,15 @@ async fn faults(State(front): Bed) -> Json<Value> {
     Json(json!(front.faults.lock().unwrap().list()))
 }
 
-async fn add_fault(State(front): Bed, Json(rule): Json<Rule>) -> Json<Value> {
-    Json(json!({ "id": front.faults.lock().unwrap().add(rule) }))
+async fn add_fault(State(front): Bed, Json(rule): Json<Rule>) -> Response {
+    match rule.check() {
+        Ok(()) => Json(json!({ "id": front.faults.lock().unwrap().add(rule) })).into_response(),
+        Err(error) => (StatusCode::BAD_REQUEST, error).into_response(),
+    }
+}
+
+async fn violations(State(front): Bed) -> Json<Vec<String>> {
+    Json(front.violations().await)
 }
 
 async fn remove_fault(State(front): Bed, Path(id): Path<u64>) {

@@ -8,7 +8,7 @@ use axum::{
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use crate::{form::Form, sqs, xml};
+use crate::{errors, form::Form, sqs, xml};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -25,6 +25,16 @@ pub struct Call {
     pub path: String,
     pub headers: HeaderMap,
     pub body: Bytes,
+}
+
+impl Service {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::DynamoDb => "dynamodb",
+            Self::Ec2 => "ec2",
+            Self::Sqs => "sqs",
+        }
+    }
 }
 
 impl Call {
@@ -75,9 +85,9 @@ impl Answer {
         Self::new(200, "text/xml;charset=UTF-8", body)
     }
 
-    /// An error in the service's own format; the status defaults to the documented one for this code.
+    /// An error in the service's own format; the status defaults to that in the table of [`errors`].
     pub fn error(service: Service, code: &str, message: &str, status: Option<u16>) -> Self {
-        let status = status.unwrap_or_else(|| status_of(code));
+        let status = status.unwrap_or_else(|| errors::status_of(service, code));
         if service == Service::Ec2 {
             let error = xml::element("Code", code) + &xml::element("Message", message);
             let errors = format!("<Errors><Error>{error}</Error></Errors><RequestID>bed</RequestID>");
@@ -96,13 +106,14 @@ impl Answer {
         answer
     }
 
-    /// Each service's throttling error.
-    pub fn throttled(service: Service) -> Self {
+    /// Each service's throttling error for this action. DynamoDB has another one for calls about tables.
+    pub fn throttled(service: Service, action: &str) -> Self {
+        const NO_THROUGHPUT: &str = "ProvisionedThroughputExceededException";
         let (code, message) = match service {
-            Service::DynamoDb => (
-                "ProvisionedThroughputExceededException",
-                "The level of configured provisioned throughput for the table was exceeded.",
-            ),
+            Service::DynamoDb if errors::row_of(service, Some(action), NO_THROUGHPUT).is_some() => {
+                (NO_THROUGHPUT, "The level of configured provisioned throughput for the table was exceeded.")
+            }
+            Service::DynamoDb => ("ThrottlingException", "Rate of requests exceeds the allowed throughput."),
             Service::Ec2 => ("RequestLimitExceeded", "Request limit exceeded."),
             Service::Sqs => ("RequestThrottled", "The request was denied due to request throttling."),
         };
@@ -113,7 +124,7 @@ impl Answer {
     pub fn broken(service: Service, status: u16) -> Self {
         let code = match (service, status) {
             (Service::Ec2, 503) => "Unavailable",
-            (Service::Sqs, 503) => "ServiceUnavailable",
+            (Service::DynamoDb | Service::Sqs, 503) => "ServiceUnavailable",
             (Service::DynamoDb, _) => "InternalServerError",
             _ => "InternalError",
         };
@@ -132,15 +143,5 @@ impl Answer {
 impl IntoResponse for Answer {
     fn into_response(self) -> Response {
         (self.status, self.headers, self.body).into_response()
-    }
-}
-
-/// The HTTP status that AWS documents for an error code; 400 for most.
-fn status_of(code: &str) -> u16 {
-    match code {
-        "InsufficientInstanceCapacity" | "InternalError" | "InternalServerError" => 500,
-        "RequestLimitExceeded" | "Unavailable" | "ServiceUnavailable" => 503,
-        "UnauthorizedOperation" => 403,
-        _ => 400,
     }
 }

@@ -1,13 +1,14 @@
 //! The available instance types, with prices.
 
-use std::{collections::HashMap, path::Path, process::Command};
+use std::{collections::HashMap, path::Path};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use serde::Deserialize;
 use serde_json::Value;
 
 use crate::{
     capacity::Usage,
+    model::unzipped,
     requirements::{Requirements, protected},
 };
 
@@ -74,10 +75,8 @@ impl Catalogue {
     /// Reads moto's own catalogue.
     pub fn of_moto(packages: &Path) -> Result<Self> {
         let file = packages.join("moto/ec2/resources/instance_types.json.gz");
-        let output = Command::new("gzip").arg("-dc").arg(&file).output().context("gzip")?;
-        ensure!(output.status.success(), "cannot read {}", file.display());
         let entries: HashMap<String, Entry> =
-            serde_json::from_slice(&output.stdout).context("instance types of moto")?;
+            serde_json::from_slice(&unzipped(&file)?).context("instance types of moto")?;
         Ok(Self::new(entries.into_values().map(InstanceType::from).collect()))
     }
 

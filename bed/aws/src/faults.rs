@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     call::{Call, Service},
     capacity::Usage,
+    errors,
 };
 
 /// The effect of a fault.
@@ -54,7 +55,6 @@ pub enum Effect {
         #[serde(default)]
         usage: Option<Usage>,
     },
-}
     /// EC2: `CreateFleet` launches nothing and has this error for each override in its answer, which is no error itself.
     FleetError {
         code: String,
@@ -63,10 +63,19 @@ pub enum Effect {
     },
     /// EC2: the answer of `CreateFleet` leaves out zone and subnet of the instances, as older services do.
     Older,
+}
 
 impl Effect {
     pub fn error(code: &str) -> Self {
         Self::Error { code: code.to_owned(), message: format!("The test bed was asked for {code}."), status: None }
+    }
+
+    /// The code that a test asks for.
+    fn code(&self) -> Option<&str> {
+        match self {
+            Self::Error { code, .. } | Self::FleetError { code, .. } => Some(code),
+            _ => None,
+        }
     }
 
     /// Whether the effect applies to one message rather than one call.
@@ -132,6 +141,20 @@ impl Rule {
 
     pub fn with_probability(self, probability: f64, seed: u64) -> Self {
         Self { probability, seed, ..self }
+    }
+
+    /// An error that the service does not have would test nothing.
+    pub fn check(&self) -> Result<(), String> {
+        let Some(code) = self.effect.code() else { return Ok(()) };
+        let action = self.action.as_deref();
+        match errors::row_of(self.service, action, code) {
+            Some(_) => Ok(()),
+            None => Err(format!(
+                "{} {} has no error {code}: take one of bed/aws/src/errors.rs, or add it there with its source",
+                self.service.name(),
+                action.unwrap_or("as a whole")
+            )),
+        }
     }
 
     fn matches(&self, service: Service, action: &str, text: &str) -> bool {
@@ -241,6 +264,17 @@ mod tests {
         assert_eq!(hits(rule(7), 1000), hits(rule(7), 1000));
         assert_ne!(hits(rule(7), 1000), hits(rule(8), 1000));
         assert!((200..400).contains(&hits(rule(7), 1000).len()));
+    }
+
+    #[test]
+    fn errors_that_a_service_does_not_have_are_refused() {
+        let check = |service, action, code| Rule::on(service, action, Effect::error(code)).check();
+        assert_eq!(check(Service::Ec2, "TerminateInstances", "UnauthorizedOperation"), Ok(()));
+        let other = check(Service::Ec2, "TerminateInstances", "AccessDeniedException").unwrap_err();
+        assert!(other.contains("ec2 TerminateInstances has no error AccessDeniedException"), "{other}");
+        assert!(check(Service::Ec2, "DescribeSubnets", "InvalidFleetConfig").is_err());
+        let all = Rule::all(Service::DynamoDb, Effect::error("ConditionalCheckFailedException"));
+        assert!(all.check().is_err(), "not every operation has it");
     }
 
     #[test]

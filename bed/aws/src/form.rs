@@ -1,6 +1,6 @@
 //! EC2's query protocol: a flat form whose dotted, numbered keys are a tree.
 
-use std::fmt;
+use std::{collections::BTreeSet, fmt};
 
 /// The fields of a request, in order.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -43,6 +43,26 @@ impl Form {
     pub fn below(&self, key: &str) -> Form {
         let prefix = format!("{key}.");
         Self(self.0.iter().filter_map(|(k, v)| Some((k.strip_prefix(&prefix)?.to_owned(), v.clone()))).collect())
+    }
+
+    /// The field `key` itself, under an empty key, and those below it.
+    pub fn part(&self, key: &str) -> Form {
+        let strip = |(k, v): &(String, String)| {
+            let rest = k.strip_prefix(key)?;
+            let rest = if rest.is_empty() { rest } else { rest.strip_prefix('.')? };
+            Some((rest.to_owned(), v.clone()))
+        };
+        Self(self.0.iter().filter_map(strip).collect())
+    }
+
+    /// The members of a list, plain or not, by their numbers.
+    pub fn parts(&self) -> Vec<Form> {
+        self.indices().iter().map(|index| self.part(&index.to_string())).collect()
+    }
+
+    /// The first parts of all keys, each once.
+    pub fn heads(&self) -> BTreeSet<&str> {
+        self.0.iter().filter_map(|(key, _)| key.split('.').next()).collect()
     }
 
     /// The members of a list of structures, by their numbers.

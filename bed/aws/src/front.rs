@@ -20,6 +20,7 @@ use crate::{
     call::{Answer, Call, Service},
     capacity::Capacity,
     catalogue::Catalogue,
+    checker::Checker,
     dynamodb, ec2,
     faults::{Effect, Faults},
     fleet::Fleets,
@@ -88,6 +89,7 @@ pub struct Front {
     pub records: Records,
     pub fleets: Fleets,
     pub templates: templates::Hidden,
+    pub checker: Option<Checker>,
     /// Files that machines download, by URL path. They are in memory: a hundred machines boot at a time, and streaming
     /// from disk costs an unoptimised build one CPU second each.
     pub files: Mutex<HashMap<String, Bytes>>,
@@ -95,6 +97,7 @@ pub struct Front {
     pub moto: tokio::sync::Mutex<HashMap<String, String>>,
 }
 
+#[derive(Default)]
 pub struct Upstream {
     pub url: String,
     pub log: PathBuf,
@@ -149,6 +152,14 @@ impl Front {
         Ok(Answer { status, headers, body: answer.bytes().await.map_err(failed)? })
     }
 
+    /// Where requests or answers are not as AWS's service models have them; empty without a checker.
+    pub async fn violations(&self) -> Vec<String> {
+        match &self.checker {
+            Some(checker) => checker.violations().await,
+            None => Vec::new(),
+        }
+    }
+
     /// Counts a call and picks its fault, if any.
     fn admit(&self, call: &Call) -> Option<Effect> {
         *self.calls.lock().unwrap().entry(call.service).or_default().entry(call.action.clone()).or_default() += 1;
@@ -191,8 +202,10 @@ pub async fn serve(
         return (StatusCode::BAD_REQUEST, hint).into_response();
     };
     let service = call.service;
+    let check = front.checker.as_ref().map(|checker| checker.of(&call));
+    let check = |answer: &Answer| check.into_iter().for_each(|check| check(answer));
     let answer = match front.admit(&call) {
-        Some(Effect::Throttle) => Answer::throttled(service),
+        Some(Effect::Throttle) => Answer::throttled(service, &call.action),
         Some(Effect::Error { code, message, status }) => Answer::error(service, &code, &message, status),
         Some(Effect::ServerError { status }) => Answer::broken(service, status),
         Some(Effect::Delay { ms }) => {
@@ -200,7 +213,7 @@ pub async fn serve(
             front.perform(call, None).await
         }
         Some(Effect::LostResponse) => {
-            front.perform(call, None).await;
+            check(&front.perform(call, None).await);
             line.close();
             return Response::new(Body::empty());
         }
@@ -211,5 +224,6 @@ pub async fn serve(
         Some(Effect::Hang) => std::future::pending().await,
         quirk => front.perform(call, quirk).await,
     };
+    check(&answer);
     answer.into_response()
 }

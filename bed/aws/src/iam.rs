@@ -76,12 +76,7 @@ fn requests(call: &Call, id: &str) -> Vec<Request> {
     let request = |action: &str, resource: String, leading_keys: Option<BTreeSet<String>>| {
         let mut context = BTreeMap::from([(SOURCE_INSTANCE, vec![source.clone()])]);
         context.extend(leading_keys.map(|keys| (LEADING_KEYS, keys.into_iter().collect())));
-        let prefix = match call.service {
-            Service::DynamoDb => "dynamodb",
-            Service::Ec2 => "ec2",
-            Service::Sqs => "sqs",
-        };
-        Request { action: format!("{prefix}:{action}"), resource, context }
+        Request { action: format!("{}:{action}", call.service.name()), resource, context }
     };
     match call.service {
         Service::Ec2 => vec![request(&call.action, "*".to_owned(), None)],

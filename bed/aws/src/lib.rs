@@ -5,26 +5,30 @@ mod admin;
 mod call;
 mod capacity;
 mod catalogue;
+mod checker;
 mod describe;
 mod dynamodb;
 mod ec2;
 mod emulators;
+mod errors;
 pub mod faults;
 mod fleet;
-mod form;
-mod front;
 mod fleet_answer;
 mod fleet_request;
+mod form;
+mod front;
 mod iam;
 mod imds;
 mod instances;
 mod line;
 pub mod machines;
+mod model;
 mod queues;
 mod records;
 mod requirements;
 mod sqs;
 mod templates;
+mod validate;
 mod xml;
 
 use std::{
@@ -52,6 +56,7 @@ pub use crate::{
 };
 use crate::{
     catalogue::Catalogue,
+    checker::Checker,
     faults::{Fault, Rule},
     form::Form,
     front::{Failure, Front, Outcome, Upstream},
@@ -80,7 +85,17 @@ pub struct Aws {
     security_group_id: String,
     /// The front end has its own threads, so that it answers while a test blocks and outlives a test's runtime.
     runtime: OwnRuntime,
-    _emulators: [Emulator; 3],
+    _emulators: Vec<Emulator>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// The endpoint's loopback port; 0 picks a free one.
+    pub port: u16,
+    /// Checks all requests and answers against AWS's service models.
+    pub validate: bool,
+    /// Starts neither SQS nor EC2.
+    pub dynamodb_alone: bool,
 }
 
 /// A file that machines can download.
@@ -91,17 +106,17 @@ pub struct ServedFile {
 }
 
 impl Aws {
-    /// Starts everything with its files and logs below `dir`.
+    /// Starts everything with its files and logs below `dir`, and checks all calls; see [`Self::violations`].
     pub async fn start(dir: &Path) -> Result<Self> {
-        Self::start_at(dir, 0).await
+        Self::start_with(dir, Options { validate: true, ..Options::default() }).await
     }
 
-    /// The same with the endpoint at this loopback port; 0 picks a free one.
-    pub async fn start_at(dir: &Path, port: u16) -> Result<Self> {
+    pub async fn start_with(dir: &Path, options: Options) -> Result<Self> {
         std::fs::create_dir_all(dir)?;
         let dir = dir.canonicalize()?;
         let runtime = OwnRuntime::new()?;
-        let aws = runtime.handle().spawn(prepare(dir, port)).await.context("the start of the AWS bed panicked")??;
+        let aws =
+            runtime.handle().spawn(prepare(dir, options)).await.context("the start of the AWS bed panicked")??;
         Ok(Self { runtime, ..aws })
     }
 
@@ -142,7 +157,11 @@ impl Aws {
     }
 
     /// Adds a rule after the active ones; returns its number.
+    ///
+    /// # Panics
+    /// If the service does not have the error that the rule asks for.
     pub fn add_fault(&self, rule: Rule) -> u64 {
+        rule.check().unwrap_or_else(|error| panic!("{error}"));
         self.front.faults.lock().unwrap().add(rule)
     }
 
@@ -156,6 +175,19 @@ impl Aws {
 
     pub fn faults(&self) -> Vec<Fault> {
         self.front.faults.lock().unwrap().list().to_vec()
+    }
+
+    /// Where requests or answers so far were not as AWS's service models and the table of errors have them; empty without
+    /// [`Options::validate`].
+    pub async fn violations(&self) -> Vec<String> {
+        self.front.violations().await
+    }
+
+    /// Drops the violations with this text, which a test made on purpose.
+    pub fn forget_violations(&self, text: &str) {
+        if let Some(checker) = &self.front.checker {
+            checker.forget(text);
+        }
     }
 
     /// How often each action was called since the start or the last reset.
@@ -269,23 +301,28 @@ impl Drop for OwnRuntime {
     }
 }
 
-async fn prepare(dir: PathBuf, port: u16) -> Result<Aws> {
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
+async fn prepare(dir: PathBuf, options: Options) -> Result<Aws> {
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", options.port)).await?;
     let port = listener.local_addr()?.port();
     let http = reqwest::Client::builder().no_proxy().timeout(CALL_DEADLINE);
     let http = http.pool_idle_timeout(CONNECTION_IDLE).build()?;
     let catalogue = tokio::task::spawn_blocking(|| Catalogue::of_moto(&tool("moto")?));
-    let (dynamodb, sqs, moto) = tokio::try_join!(
-        Emulator::dynamodb(&dir, &http),
-        emulators::sqs(&dir, &http, port),
-        emulators::ec2(&dir, &http),
-    )?;
-    let upstream = |emulator: &Emulator| Upstream { url: emulator.url.clone(), log: emulator.log().to_owned() };
+    let others = async {
+        if options.dynamodb_alone {
+            return Ok(None);
+        }
+        tokio::try_join!(emulators::sqs(&dir, &http, port), emulators::ec2(&dir, &http)).map(Some)
+    };
+    let (dynamodb, others) = tokio::try_join!(Emulator::dynamodb(&dir, &http), others)?;
+    let (sqs, moto) = others.unzip();
+    let upstream = |emulator: Option<&Emulator>| {
+        emulator.map_or_else(Upstream::default, |it| Upstream { url: it.url.clone(), log: it.log().to_owned() })
+    };
     let front = Arc::new(Front {
         http,
-        dynamodb: upstream(&dynamodb),
-        sqs: upstream(&sqs),
-        ec2: upstream(&moto),
+        dynamodb: upstream(Some(&dynamodb)),
+        sqs: upstream(sqs.as_ref()),
+        ec2: upstream(moto.as_ref()),
         faults: Default::default(),
         calls: Default::default(),
         capacity: Default::default(),
@@ -295,13 +332,17 @@ async fn prepare(dir: PathBuf, port: u16) -> Result<Aws> {
         records: Default::default(),
         fleets: Default::default(),
         templates: Default::default(),
+        checker: options.validate.then(Checker::start),
         files: Default::default(),
         moto: Default::default(),
     });
-    let subnets = ec2::subnets(&front).await.map_err(explain)?;
-    let image = Form::action("RegisterImage").with("Name", "paddock").with("Architecture", "x86_64");
-    let ami_id = learn(&front, &image, "imageId").await?;
-    let security_group_id = learn(&front, &Form::action("DescribeSecurityGroups"), "groupId").await?;
+    let (mut subnets, mut ami_id, mut security_group_id) = Default::default();
+    if moto.is_some() {
+        subnets = ec2::subnets(&front).await.map_err(explain)?;
+        let image = Form::action("RegisterImage").with("Name", "paddock").with("Architecture", "x86_64");
+        ami_id = learn(&front, &image, "imageId").await?;
+        security_group_id = learn(&front, &Form::action("DescribeSecurityGroups"), "groupId").await?;
+    }
     let service = admin::router(front.clone()).into_make_service_with_connect_info::<Line>();
     tokio::spawn(async move { axum::serve(LineListener(listener), service).await });
     Ok(Aws {
@@ -312,7 +353,7 @@ async fn prepare(dir: PathBuf, port: u16) -> Result<Aws> {
         ami_id,
         security_group_id,
         runtime: OwnRuntime(None),
-        _emulators: [dynamodb, sqs, moto],
+        _emulators: [Some(dynamodb), sqs, moto].into_iter().flatten().collect(),
     })
 }
 

@@ -75,6 +75,8 @@ pub fn query_error(code: &str, status: u16) -> Option<(HeaderName, HeaderValue)>
     let prefix = match code {
         "QueueDoesNotExist" => return query_error("AWS.SimpleQueueService.NonExistentQueue", status),
         "QueueNameExists" => return query_error("QueueAlreadyExists", status),
+        // aws/serverless-application-model issue 3633.
+        "AccessDeniedException" => return query_error("AccessDenied", status),
         "BatchEntryIdsNotDistinct"
         | "BatchRequestTooLong"
         | "EmptyBatchRequest"

@@ -105,8 +105,11 @@ pub async fn i2_expired_machine_shuts_down_in_every_state_without_the_operator(w
 }
 
 fn deny_operator<'a>(pool: &Ec2Pool<'a>, id: &str) -> [AwsFault<'a>; 2] {
-    let deny = |service, action| Rule::on(service, action, Effect::error("AccessDeniedException")).containing(id);
-    [pool.fault(deny(Service::DynamoDb, "UpdateItem")), pool.fault(deny(Service::Ec2, "TerminateInstances"))]
+    let deny = |service, action, code| pool.fault(Rule::on(service, action, Effect::error(code)).containing(id));
+    [
+        deny(Service::DynamoDb, "UpdateItem", "AccessDeniedException"),
+        deny(Service::Ec2, "TerminateInstances", "UnauthorizedOperation"),
+    ]
 }
 
 async fn expires_alone(pool: Ec2Pool<'_>, id: String) -> Result<()> {

@@ -6,9 +6,11 @@ use paddock_bed_aws::{
     faults::{Effect, Rule},
 };
 
+use serde_json::json;
+
 use crate::{
     store::{exists, table},
-    support::{config, ec2, eventually, texts},
+    support::{config, ec2, eventually, http, texts},
 };
 
 async fn put(client: &Client, table: &str, id: &str) -> Result<(), aws_sdk_dynamodb::Error> {
@@ -54,11 +56,34 @@ pub async fn any_error_code_can_be_asked_for(aws: &Aws) {
     let error = put(&client, "any-error", "a").await.unwrap_err();
     assert_eq!(error.code(), Some("ThrottlingException"));
 
-    for (code, expected) in [("UnauthorizedOperation", 403), ("InsufficientInstanceCapacity", 500)] {
-        aws.add_fault(Rule::on(Service::Ec2, "DescribeVpcs", Effect::error(code)).once());
-        let (status, text) = ec2(aws, "DescribeVpcs", &[]).await;
+    for (action, code, expected) in
+        [("DescribeVpcs", "UnauthorizedOperation", 403), ("RunInstances", "InsufficientInstanceCapacity", 500)]
+    {
+        aws.add_fault(Rule::on(Service::Ec2, action, Effect::error(code)).once());
+        let (status, text) = ec2(aws, action, &[]).await;
         assert_eq!((status, texts(&text, "Code")), (expected, vec![code.to_owned()]));
     }
+}
+
+pub async fn what_is_not_as_aws_has_it_is_told(aws: &Aws) {
+    let (status, text) = ec2(aws, "DescribeSubnets", &[("MaxFun", "1")]).await;
+    assert_eq!(status, 200, "{text}");
+    aws.add_fault(Rule::on(Service::Ec2, "DescribeVpcs", Effect::ServerError { status: 502 }).containing("Deliberate"));
+    ec2(aws, "DescribeVpcs", &[("Deliberate", "1")]).await;
+    let wanted = [
+        "ec2 DescribeSubnets request: MaxFun is no member",
+        "ec2 DescribeVpcs: error InternalError has status 502 and not 500",
+    ];
+    let violations = aws.violations().await;
+    for text in wanted {
+        assert!(violations.iter().any(|violation| violation.starts_with(text)), "{text}: {violations:?}");
+        aws.forget_violations(text);
+    }
+    let rule = json!({ "service": "sqs", "effect": "error", "code": "Nonsense" });
+    let url = format!("{}/_admin/faults", aws.endpoint());
+    let refused = http().post(url).json(&rule).send().await.unwrap();
+    assert_eq!(refused.status(), 400);
+    assert!(refused.text().await.unwrap().contains("sqs as a whole has no error Nonsense"));
 }
 
 pub async fn server_errors_are_the_services_own(aws: &Aws) {

@@ -46,9 +46,10 @@ fn clean_up_after_us(dir: &Path) {
     std::mem::forget(janitor.spawn().unwrap().stdin);
 }
 
-/// Stops the shared AWS and removes its files.
-pub fn stop() {
-    AWS.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+/// Stops the shared AWS and removes its files. Returns what was not as AWS has it.
+pub fn stop() -> Vec<String> {
+    let shared = AWS.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+    shared.map_or_else(Vec::new, |(aws, _)| Runtime::new().unwrap().block_on(aws.violations()))
 }
 
 /// A client configuration without retries, so that faults are visible. The default connect timeout is a few seconds.
