@@ -1,5 +1,5 @@
 //! Simulated machines for the agent. Each is a PID namespace with its own files, metadata service and `shutdown`; all
-//! share one DynamoDB Local and one simulated GitHub.
+//! share one DynamoDB Local, behind the front of the bed's AWS, and one simulated GitHub.
 
 use std::{
     fs,
@@ -28,8 +28,9 @@ use nix::{
     sys::signal::{Signal as UnixSignal, kill},
     unistd::Pid,
 };
+use paddock_bed_aws::{self as aws, Aws};
 use paddock_bed_github::{GitHub, Options, runner::write_runner_dir};
-use paddock_bed_process::{Process, emulator::Emulator, wait::Wait, write_program};
+use paddock_bed_process::{Process, wait::Wait, write_program};
 use paddock_record::{
     AgentConfig, Heartbeat, MachineArns, PublicKey, Signal, State, WorkerSignal, attribute, entity, instance_key,
     report_key, stamp,
@@ -42,7 +43,7 @@ const OWNER: &str = "acme";
 pub struct Bed {
     pub github: GitHub,
     /// Dropped before its directory.
-    emulator: Emulator,
+    pub aws: Aws,
     dir: tempfile::TempDir,
     dynamodb: Client,
     github_token: String,
@@ -78,11 +79,11 @@ pub struct Machine<'a> {
 impl Bed {
     pub async fn start() -> Result<Self> {
         let dir = tempfile::tempdir()?;
-        let http = reqwest::Client::builder().no_proxy().timeout(DEADLINE).build()?;
-        let emulator = Emulator::dynamodb(dir.path(), &http).await?;
+        let dynamodb = aws::Options { validate: true, dynamodb_alone: true, ..aws::Options::default() };
+        let aws = Aws::start_with(dir.path(), dynamodb).await?;
         let config = aws_sdk_dynamodb::Config::builder()
             .behavior_version(BehaviorVersion::latest())
-            .endpoint_url(&emulator.url)
+            .endpoint_url(aws.endpoint())
             .region(Region::new("us-east-1"))
             .credentials_provider(Credentials::new("AKIABED", "bed", None, None, "bed"))
             .build();
@@ -95,7 +96,7 @@ impl Bed {
             tokens: Mutex::default(),
             dir,
             dynamodb: Client::from_conf(config),
-            emulator,
+            aws,
             machines: AtomicU32::new(1),
         })
     }
@@ -142,7 +143,9 @@ impl Bed {
         command.arg(env!("CARGO_BIN_EXE_paddock-agent")).current_dir(&root).env_clear();
         command.env("PATH", format!("{}:{}", bin.display(), std::env::var("PATH")?));
         command.env("HOME", &root).env("PADDOCK_ROOT", &root).env("PADDOCK_LOG_FORMAT", "json");
-        command.env("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata).env("AWS_ENDPOINT_URL_DYNAMODB", &self.emulator.url);
+        command
+            .env("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata)
+            .env("AWS_ENDPOINT_URL_DYNAMODB", self.aws.endpoint());
         let process = Process::spawn("machine", command, &logs)?;
         let machine = Machine { bed: self, id, table, root, spot_notice, process };
         if setup.table {

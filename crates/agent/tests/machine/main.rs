@@ -54,8 +54,12 @@ fn main() -> ExitCode {
         an_agent_outlasts_the_absence_of_its_table,
     ];
     let conclusion = libtest_mimic::run(&arguments, trials);
+    let violations = bed.as_ref().map_or_else(Vec::new, |bed| runtime.block_on(bed.aws.violations()));
+    for violation in &violations {
+        eprintln!("not as AWS has it: {violation}");
+    }
     drop(bed);
-    conclusion.exit_code()
+    if violations.is_empty() { conclusion.exit_code() } else { ExitCode::FAILURE }
 }
 
 async fn a_machine_serves_one_run_after_another(bed: &Bed) -> Result<()> {
