@@ -41,11 +41,11 @@ const TEMPLATES: &[&str] = &[
 ];
 /// "Common errors" of the DynamoDB API reference, and "Error handling with DynamoDB" in the developer guide.
 const DYNAMODB_ERRORS: &str = "DynamoDB developer guide, Error handling with DynamoDB";
-/// The `errors` of an operation in botocore's `service-2.json`.
+/// The `errors` of an operation in botocore's `service-2.json`. It has no status; a client error is 400 in these protocols.
 const MODEL: &str = "botocore, service-2.json";
-/// The errors' `httpError`, which botocore leaves out.
-const SMITHY: &str = "aws/aws-sdk-go-v2, codegen/sdk-codegen/aws-models/sqs.json";
+/// It calls a denial `AccessDenied`, status 403; the JSON protocol has that name in `x-amzn-query-error`.
 const SQS_ERRORS: &str = "SQS API reference, Common Errors";
+const KARPENTER: &str = "aws/karpenter-provider-aws, pkg/errors/errors.go";
 
 const READS: &[&str] = &["GetItem", "BatchGetItem", "Query", "Scan", "TransactGetItems"];
 const WRITES: &[&str] = &["PutItem", "UpdateItem", "DeleteItem", "BatchWriteItem", "TransactWriteItems"];
@@ -70,20 +70,14 @@ const ROWS: &[Row] = &[
     row(Ec2, "InsufficientInstanceCapacity", LAUNCHES, 500, EC2_ERRORS),
     row(Ec2, "UnfulfillableCapacity", LAUNCHES, 400, EC2_ERRORS),
     row(Ec2, "Unsupported", LAUNCHES, 400, EC2_ERRORS),
-    row(Ec2, "MaxFleetCountExceeded", LAUNCHES, 400, "aws/karpenter-provider-aws, pkg/errors/errors.go"),
+    row(Ec2, "MaxFleetCountExceeded", LAUNCHES, 400, KARPENTER),
     row(Ec2, "VcpuLimitExceeded", LAUNCHES, 400, EC2_ERRORS),
     row(Ec2, "InstanceLimitExceeded", LAUNCHES, 400, EC2_ERRORS),
     row(Ec2, "MaxSpotInstanceCountExceeded", LAUNCHES, 400, EC2_ERRORS),
     row(Ec2, "InsufficientFreeAddressesInSubnet", LAUNCHES, 400, EC2_ERRORS),
-    row(Ec2, "ReservationCapacityExceeded", LAUNCHES, 400, EC2_ERRORS),
+    row(Ec2, "ReservationCapacityExceeded", LAUNCHES, 400, KARPENTER),
     row(Ec2, "InsufficientHostCapacity", LAUNCHES, 500, EC2_ERRORS),
-    row(
-        Ec2,
-        "AuthFailure.ServiceLinkedRoleCreationNotPermitted",
-        LAUNCHES,
-        403,
-        "aws/karpenter-provider-aws issue 3481",
-    ),
+    row(Ec2, "AuthFailure.ServiceLinkedRoleCreationNotPermitted", LAUNCHES, 403, "determined-ai/determined issue 1830"),
     row(Ec2, "InvalidSubnetID.NotFound", &["CreateFleet", "RunInstances", "DescribeSubnets"], 400, EC2_ERRORS),
     row(Ec2, "InvalidAMIID.NotFound", &["CreateFleet", "RunInstances", "DescribeImages"], 400, EC2_ERRORS),
     row(Ec2, "InvalidAMIID.Malformed", &["CreateFleet", "RunInstances", "DescribeImages"], 400, EC2_ERRORS),
@@ -101,7 +95,7 @@ const ROWS: &[Row] = &[
     // DynamoDB.
     row(DynamoDb, "AccessDeniedException", ANY, 400, DYNAMODB_ERRORS),
     row(DynamoDb, "UnrecognizedClientException", ANY, 400, DYNAMODB_ERRORS),
-    row(DynamoDb, "ExpiredTokenException", ANY, 400, "DynamoDB API reference, Common Error Types"),
+    row(DynamoDb, "ExpiredTokenException", ANY, 403, "DynamoDB API reference, Common Error Types"),
     row(DynamoDb, "ThrottlingException", ANY, 400, DYNAMODB_ERRORS),
     row(DynamoDb, "ValidationException", ANY, 400, DYNAMODB_ERRORS),
     row(DynamoDb, "InternalServerError", ANY, 500, DYNAMODB_ERRORS),
@@ -131,14 +125,13 @@ const ROWS: &[Row] = &[
     row(Sqs, "ExpiredTokenException", ANY, 403, SQS_ERRORS),
     row(Sqs, "InternalError", ANY, 500, SQS_ERRORS),
     row(Sqs, "ServiceUnavailable", ANY, 503, SQS_ERRORS),
-    row(Sqs, "RequestThrottled", ANY, 403, SMITHY),
+    row(Sqs, "RequestThrottled", ANY, 400, MODEL),
     row(Sqs, "QueueDoesNotExist", QUEUES, 400, MODEL),
     row(Sqs, "QueueNameExists", &["CreateQueue"], 400, MODEL),
     row(Sqs, "QueueDeletedRecently", &["CreateQueue"], 400, MODEL),
     row(Sqs, "InvalidAttributeName", &["CreateQueue", "SetQueueAttributes", "GetQueueAttributes"], 400, MODEL),
     row(Sqs, "InvalidAttributeValue", &["CreateQueue", "SetQueueAttributes"], 400, MODEL),
     row(Sqs, "ReceiptHandleIsInvalid", &["DeleteMessage", "ChangeMessageVisibility"], 400, MODEL),
-    row(Sqs, "OverLimit", &["ReceiveMessage"], 403, MODEL),
     row(Sqs, "InvalidMessageContents", &["SendMessage"], 400, MODEL),
     row(Sqs, "BatchRequestTooLong", &["SendMessageBatch"], 400, MODEL),
     row(Sqs, "EmptyBatchRequest", BATCHES, 400, MODEL),
