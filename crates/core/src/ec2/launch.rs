@@ -76,12 +76,12 @@ pub fn template(cluster: &str, key: &PoolKey, pool: &Ec2Pool, user_data: String)
 
 /// EC2 allows 128 characters.
 pub fn template_name(cluster: &str, pool: &PoolKey) -> String {
-    bounded(&["paddock", cluster, &pool.namespace, &pool.name], 128)
+    unique(&["paddock", cluster, &pool.namespace, &pool.name], 128)
 }
 
 /// The queue of a pool's resource class; SQS allows 80 characters.
 pub fn queue_name(cluster: &str, pool: &PoolKey, class: &str) -> String {
-    bounded(&["paddock", cluster, &pool.namespace, &pool.name, class], 80)
+    unique(&["paddock", cluster, &pool.namespace, &pool.name, class], 80)
 }
 
 /// The same order always has the same token, across crashes and replicas; a further attempt has another.
@@ -89,15 +89,11 @@ pub fn client_token(uid: &str, attempt: u32) -> String {
     format!("paddock-{}-{attempt}", &hex(uid)[..40])
 }
 
-/// The parts joined by dashes, the end replaced by a digest where they are too long together.
-fn bounded(parts: &[&str], max: usize) -> String {
-    let whole = parts.join("-");
-    if whole.len() <= max {
-        return whole;
-    }
-    // Parts may contain dashes but no slashes, so that the digest differs for every split.
-    let digest = &hex(&parts.join("/"))[..12];
-    format!("{}-{digest}", &whole[..max - digest.len() - 1])
+/// The parts joined by dashes, cut where they are too long together, with a digest: parts contain dashes themselves, so
+/// that different parts may look the same. None contains a slash, so the digest differs for every split.
+fn unique(parts: &[&str], max: usize) -> String {
+    let (readable, digest) = (parts.join("-"), &hex(&parts.join("/"))[..16]);
+    format!("{}-{digest}", &readable[..readable.len().min(max - digest.len() - 1)])
 }
 
 fn hex(text: &str) -> String {
@@ -106,15 +102,32 @@ fn hex(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::*;
 
     #[test]
-    fn names_fit_and_stay_apart() {
-        assert_eq!(queue_name("prod", &PoolKey::new("ci", "linux"), "medium"), "paddock-prod-ci-linux-medium");
-        let long = "n".repeat(63);
-        let pool = PoolKey::new(long, "linux");
-        let (a, b) = (queue_name("prod", &pool, "medium"), queue_name("prod", &pool, "large"));
-        assert_eq!((a.len(), b.len()), (80, 80));
+    fn names_of_different_clusters_namespaces_pools_and_classes_differ() {
+        let (mut queues, mut templates) = (HashSet::new(), HashSet::new());
+        let parts = ["a", "b", "a-b", "b-a", "a-b-a"];
+        for cluster in parts {
+            for pool in parts.iter().flat_map(|namespace| parts.map(|name| PoolKey::new(*namespace, name))) {
+                templates.insert(template_name(cluster, &pool));
+                queues.extend(parts.map(|class| queue_name(cluster, &pool, class)));
+            }
+        }
+        assert_eq!((queues.len(), templates.len()), (625, 125));
+        let small = queue_name("prod", &PoolKey::new("ci", "linux-arm"), "small");
+        assert_ne!(queue_name("prod", &PoolKey::new("ci", "linux"), "arm-small"), small);
+        assert!(small.starts_with("paddock-prod-ci-linux-arm-small-"), "{small}");
+    }
+
+    #[test]
+    fn long_names_are_cut() {
+        let (long, cluster) = ("n".repeat(63), "c".repeat(63));
+        let pool = PoolKey::new(long, "p".repeat(40));
+        let (a, b) = (queue_name(&cluster, &pool, "medium"), queue_name(&cluster, &pool, "large"));
+        assert_eq!((a.len(), b.len(), template_name(&cluster, &pool).len()), (80, 80, 128));
         assert_ne!(a, b);
     }
 
