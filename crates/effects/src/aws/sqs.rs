@@ -7,6 +7,8 @@ use std::{collections::HashMap, time::Duration};
 
 use aws_sdk_sqs::{
     Client,
+    error::{ProvideErrorMetadata, SdkError},
+    operation::create_queue::CreateQueueError,
     types::{
         ChangeMessageVisibilityBatchRequestEntry, DeleteMessageBatchRequestEntry, QueueAttributeName,
         SendMessageBatchRequestEntry,
@@ -44,10 +46,9 @@ impl Queues {
             ),
         ]);
         let create = self.client.create_queue().queue_name(name).set_attributes(Some(attributes.clone()));
-        let url = match create.send().await.map_err(word("CreateQueue")) {
+        let url = match create.send().await {
             Ok(answer) => answer.queue_url,
-            // The queue exists with other attributes.
-            Err(error) if error.code().is_some_and(|code| code.contains("QueueNameExists")) => {
+            Err(error) if exists_with_other_attributes(&error) => {
                 let answer = self.client.get_queue_url().queue_name(name).send().await.map_err(word("GetQueueUrl"))?;
                 if let Some(url) = &answer.queue_url {
                     let set = self.client.set_queue_attributes().queue_url(url).set_attributes(Some(attributes));
@@ -55,7 +56,7 @@ impl Queues {
                 }
                 answer.queue_url
             }
-            Err(error) => return Err(error),
+            Err(error) => return Err(word("CreateQueue")(error)),
         };
         url.ok_or(AwsError::Unreachable { call: "CreateQueue", message: "the answer has no URL".into() })
     }
@@ -149,3 +150,14 @@ impl Queues {
         }
     }
 }
+
+/// SQS names the error in a header, from which the SDK makes the typed error and its code `QueueAlreadyExists`; without
+/// that header the error has only a code, `QueueNameExists`.
+fn exists_with_other_attributes<R>(error: &SdkError<CreateQueueError, R>) -> bool {
+    let code = |error: &CreateQueueError| matches!(error.code(), Some("QueueAlreadyExists" | "QueueNameExists"));
+    error.as_service_error().is_some_and(|error| error.is_queue_name_exists() || code(error))
+}
+
+#[cfg(test)]
+#[path = "sqs_tests.rs"]
+mod tests;
