@@ -13,13 +13,14 @@ use serde_json::{Value, json};
 const OF_CREATE_FLEET: [&str; 3] = ["ec2:CreateTags", "ec2:RunInstances", "iam:PassRole"];
 
 /// EC2 supports no resource-level permissions for these.
-const WITHOUT_RESOURCE: [&str; 6] = [
+const WITHOUT_RESOURCE: [&str; 7] = [
     "ec2:DescribeImages",
     "ec2:DescribeInstanceTypes",
     "ec2:DescribeInstances",
     "ec2:DescribeLaunchTemplateVersions",
     "ec2:DescribeSecurityGroups",
     "ec2:DescribeSubnets",
+    "ec2:GetInstanceTypesFromInstanceRequirements",
 ];
 
 fn read(path: &str) -> String {

@@ -11,10 +11,10 @@ use kube::{
 };
 use libtest_mimic::Trial;
 use paddock::api::{
-    self, ClaimPhase, ClaimReason, ClaimWorker, ContainerEnd, Failure, FailureReason, Heartbeat, HeartbeatState,
-    InstanceInfo, LaunchOrder, LaunchTemplate, PodEvent, PodPlace, PoolKind, PoolReason, Queue, Runner, RunnerClaim,
-    RunnerClaimStatus, RunnerPool, RunnerPoolStatus, Slots, UsageClass, Worker, WorkerCounts, WorkerSource,
-    WorkerState, WorkerStatus,
+    self, ClaimPhase, ClaimReason, ClaimWorker, ClassTypes, ContainerEnd, Failure, FailureReason, Heartbeat,
+    HeartbeatState, IncludedTypes, InstanceInfo, LaunchOrder, LaunchTemplate, OrderSubnet, PodEvent, PodPlace,
+    PoolKind, PoolReason, Queue, Runner, RunnerClaim, RunnerClaimStatus, RunnerPool, RunnerPoolStatus, Slots,
+    UsageClass, Worker, WorkerCounts, WorkerSource, WorkerState, WorkerStatus,
 };
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
@@ -142,11 +142,14 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
         usage_class: UsageClass::Spot,
         ordered_at: Time(now),
         launch_template: LaunchTemplate { id: "lt-1".into(), version: 1, digest: Some("d".into()) },
-        subnet_ids: vec!["subnet-12345678".into()],
+        subnets: vec![OrderSubnet { id: "subnet-12345678".into(), zone: "us-east-1a".into() }],
         resource_class: "small".into(),
         cpu: 2,
         memory_mib: 4096,
         allowed_instance_types: vec!["c7*".into()],
+        include: IncludedTypes { any_price: true, burstable: true, bare_metal: true },
+        allocation_strategy: "price-capacity-optimized".into(),
+        tags: [("paddock:pool".to_owned(), "ci/linux".to_owned())].into(),
         fleet_id: Some("fleet-1".into()),
         instance_ids: vec!["i-1".into()],
     };
@@ -155,6 +158,7 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
         workers: counts,
         slots: Some(Slots::new(4, 3)),
         queues: vec![Queue { resource_class: "small".into(), url: "http://127.0.0.1/queue".into() }],
+        classes: vec![ClassTypes { name: "small".into(), instance_types: 12 }],
         launch_template: Some(LaunchTemplate { id: "lt-01234567".into(), version: 3, digest: Some("d".into()) }),
         fleet: Some(fleet.clone().into()),
         conditions: ready(PoolReason::Ready.as_str()),

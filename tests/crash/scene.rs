@@ -51,6 +51,9 @@ impl<'a> Scene<'a> {
         // replaced: every life counts its machines.
         settings["timeouts"] =
             json!({ "registration": "30m", "heartbeat": "30m", "validation": "30m", "deregistration": "30m" });
+        // No more zones than one order has: the next leader does not know which ones the last has asked.
+        let subnets = self.life.stage.aws.subnets().into_iter().map(|(subnet, _)| subnet).take(4);
+        settings["subnetIds"] = subnets.collect();
         self.life.apply::<RunnerPool>(self.life.stage.ec2_pool(&self.life.namespace, POOL, settings)).await
     }
 

@@ -9,12 +9,14 @@ use paddock_core::{
     api::{ClaimPhase, Ec2Pool, FINALIZER, LaunchOrder, LaunchTemplate, RunnerClaim, RunnerClaimSpec, UsageClass},
     ec2::{
         capacity_memory::CapacityMemory,
-        claim::{Applied, ClaimAction, ClaimFacts, PoolView, Supply, decide, surplus},
+        claim::{Applied, ClaimAction, ClaimFacts, Offer, PoolView, Supply, decide, surplus},
+        launch_error::Cause,
         machine::Machine as Ec2Machine,
         matching::{Availability, EMPTY_POLLS, Exhaustion, Pickup, pick},
         requirements::Requirements,
         upkeep::{Ec2State, Upkeep, is_abandoned, lost, upkeep},
         waiting_line::{Admission, OpenClaim, Stock, admit_last},
+        zones::Subnet,
     },
 };
 use paddock_record::{IdleMessage, Instance, State};
@@ -40,6 +42,12 @@ static POOLS: LazyLock<[Ec2Pool; MACHINES + 1]> = LazyLock::new(|| {
 });
 static SPEC: LazyLock<RunnerClaimSpec> =
     LazyLock::new(|| serde_json::from_value(serde_json::json!({ "pool": "linux", "runId": "1" })).unwrap());
+static OFFER: LazyLock<Offer> = LazyLock::new(|| {
+    let subnet = Subnet { id: "subnet-1".into(), zone: "a".into(), free_addresses: 1 };
+    Offer { subnets: vec![subnet], instance_types: None }
+});
+/// Why EC2 launches nothing: no retry helps.
+static REFUSED: LazyLock<Cause> = LazyLock::new(|| Cause { code: "InvalidSubnet".into(), ..Cause::default() });
 static ORDER: LazyLock<LaunchOrder> = LazyLock::new(|| {
     let order = serde_json::json!({
         "clientToken": "", "attempt": 1, "requested": 1, "usageClass": "on-demand", "orderedAt": NOW,
@@ -131,7 +139,7 @@ impl Protocol {
                 }
                 Applied::Done
             }
-            (Order::Placed(_), Some(_)) => Applied::Short { launched: Vec::new(), causes: Vec::new() },
+            (Order::Placed(_), Some(_)) => Applied::Short { launched: Vec::new(), causes: vec![REFUSED.clone()] },
             (Order::None | Order::Settled, _) | (_, None) => Applied::UnderWay,
         };
         let moved = |id: &str, change| {
@@ -171,6 +179,7 @@ impl Protocol {
             }
             // The model's pools have no scope and no fallback, its AWS refuses nothing, and its deleted claims are marked as such.
             action @ (ClaimAction::FallBack { .. }
+            | ClaimAction::LookUpOffer
             | ClaimAction::MakeRoom { .. }
             | ClaimAction::Abandon(_)
             | ClaimAction::Release(_)
@@ -217,7 +226,11 @@ impl Protocol {
         let idle: Vec<_> = free.filter_map(|id| self.machine(world, id)).collect();
         let idle = idle.iter().map(|machine| &machine.record).collect();
         let capacity = &CapacityMemory::new(Duration::ZERO);
-        admit_last(&line, Stock { spec: self.pool_spec(), idle, exhausted, live, capacity }, NOW)
+        admit_last(
+            &line,
+            Stock { spec: self.pool_spec(), idle, exhausted, live, capacity, subnets: &OFFER.subnets },
+            NOW,
+        )
     }
 
     fn decide(
@@ -248,6 +261,8 @@ impl Protocol {
             machines: &machines,
             admission: &admission,
             capacity: &capacity,
+            offer: Some(&OFFER),
+            cluster: "model",
             pool_exhausted: exhausted,
             run_completed: false,
             last,

@@ -3,7 +3,11 @@
 use jiff::Timestamp;
 use paddock_core::{
     api::{ClaimPhase, Ec2Pool, FailureReason, RunnerPool},
-    ec2::{claim::claim_ref, machine::Machine, requirements::Requirements},
+    ec2::{
+        claim::{Offer, claim_ref},
+        machine::Machine,
+        requirements::Requirements,
+    },
     names::PoolKey,
 };
 use paddock_effects::{
@@ -27,6 +31,21 @@ pub enum Returned {
 }
 
 impl Ec2Context {
+    /// What EC2 offers for machines of a pool. That the types cannot be counted keeps nothing from being ordered.
+    pub async fn offer(&self, key: &PoolKey, spec: &Ec2Pool, needs: &Requirements) -> Result<Offer, AwsError> {
+        let site = match self.pools.site(key, spec) {
+            Some(site) => site,
+            None => {
+                let site = self.machines.check(spec).await?;
+                self.pools.note_site(key, site.clone());
+                site
+            }
+        };
+        let counted = self.machines.count_types(&site.architecture, needs).await;
+        let instance_types = counted.inspect_err(|error| tracing::warn!(pool = %key, %error, "types not counted")).ok();
+        Ok(Offer { subnets: site.subnets, instance_types })
+    }
+
     /// The first record of a newly launched instance, for a claim or to be kept warm; `None` if it has one.
     pub fn launch(
         &self,

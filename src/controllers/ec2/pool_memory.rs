@@ -9,11 +9,12 @@ use std::{
 
 use jiff::SignedDuration;
 use paddock_core::{
+    api::Ec2Pool,
     clock_skew::{SkewedClock, Skews, shown},
-    ec2::{failed_boots::FailedBoots, pool_status::PoolProblem},
+    ec2::{failed_boots::FailedBoots, pool_status::PoolProblem, zones::Subnet},
     names::PoolKey,
 };
-use paddock_effects::{clock, lock};
+use paddock_effects::{aws::ec2::Site, clock, lock};
 
 /// How long a failed launch counts, unless the pool is edited or a later launch succeeds.
 const LAUNCH_MEMORY: Duration = Duration::from_secs(300);
@@ -33,6 +34,8 @@ pub struct PoolMemory {
 struct Memory {
     /// When it was last compared with AWS, and at which generation.
     prepared: Option<(Instant, Option<i64>)>,
+    /// Where its machines are launched, as EC2 described it then.
+    site: Option<Site>,
     sweep_problem: Option<PoolProblem>,
     failed_launch: Option<FailedLaunch>,
     failed_boots: Option<FailedBoots>,
@@ -85,6 +88,22 @@ impl PoolMemory {
     /// Makes the next reconciliation compare the pool with AWS, because a resource may be missing.
     pub fn prepare_again(&self, pool: &PoolKey) {
         self.with(pool, |memory| memory.prepared = None);
+    }
+
+    pub fn note_site(&self, pool: &PoolKey, site: Site) {
+        self.with(pool, |memory| memory.site = Some(site));
+    }
+
+    /// Where the pool's machines are launched, unless this leader has not asked yet about each of its subnets.
+    pub fn site(&self, pool: &PoolKey, spec: &Ec2Pool) -> Option<Site> {
+        let site = self.pools().get(pool)?.site.clone()?;
+        let subnets: Vec<_> = site.subnets.into_iter().filter(|subnet| spec.subnet_ids.contains(&subnet.id)).collect();
+        (subnets.len() == spec.subnet_ids.len()).then_some(Site { subnets, ..site })
+    }
+
+    /// The pool's subnets; none while they are not known.
+    pub fn subnets(&self, pool: &PoolKey, spec: &Ec2Pool) -> Vec<Subnet> {
+        self.site(pool, spec).map(|site| site.subnets).unwrap_or_default()
     }
 
     /// Ignored if the pool was deleted during its sweep.
@@ -190,7 +209,10 @@ impl PoolMemory {
 
 #[cfg(test)]
 mod tests {
-    use paddock_core::api::PoolReason;
+    use paddock_core::{
+        api::PoolReason,
+        fixtures::ec2::{pool, subnets},
+    };
 
     use super::*;
 
@@ -208,6 +230,20 @@ mod tests {
         assert_eq!(memory.launch_problem(&PoolKey::new("ci", "arm"), Some(1)), None);
         memory.note_launch(&linux(), Some(1), None);
         assert_eq!(problem(1), None);
+    }
+
+    #[test]
+    fn subnets_are_known_once_ec2_has_described_each_of_the_pools() {
+        let (memory, mut spec) = (PoolMemory::default(), pool());
+        assert_eq!(memory.subnets(&linux(), &spec), []);
+        let other = Subnet { id: "subnet-0123abcd".into(), ..subnets().remove(0) };
+        let described = [subnets(), vec![other.clone()]].concat();
+        memory.note_site(&linux(), Site { subnets: described, architecture: "x86_64".into() });
+        assert_eq!(memory.subnets(&linux(), &spec), subnets(), "one that was removed from the pool is not used");
+        spec.subnet_ids.push(other.id.clone());
+        assert_eq!(memory.subnets(&linux(), &spec), [subnets(), vec![other]].concat());
+        spec.subnet_ids.push("subnet-11111111".into());
+        assert_eq!(memory.subnets(&linux(), &spec), [], "one is new");
     }
 
     #[test]

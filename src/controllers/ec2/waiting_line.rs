@@ -149,10 +149,10 @@ impl Ec2Context {
         read: impl FnOnce(Stock) -> T,
     ) -> T {
         let live = self.launch_room.used(key, token, &self.limits(key, spec.max_instances));
-        let capacity = self.capacity_memory().clone();
+        let (capacity, subnets) = (self.capacity_memory().clone(), self.pools.subnets(key, spec));
         self.ledger.read_pool(key, |machines| {
             let idle = machines.filter(|machine| machine.is_claimable(now)).map(|machine| &machine.record).collect();
-            read(Stock { spec, idle, exhausted, live, capacity: &capacity })
+            read(Stock { spec, idle, exhausted, live, capacity: &capacity, subnets: &subnets })
         })
     }
 }

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use paddock::api::{ClaimPhase, ClaimReason, RunnerClaimStatus, RunnerPoolStatus};
+use paddock::api::{ClaimPhase, ClaimReason, RunnerClaimStatus, RunnerPoolStatus, UsageClass};
 use paddock_bed::aws::{
     Limit, Service, Usage,
     faults::{Effect, Rule},
@@ -88,7 +88,7 @@ pub async fn i4_spot_falls_back_to_on_demand_and_keeps_nothing_of_the_first_orde
     pool.claim("build", "8501", json!({ "count": 2 })).await?;
     let status = pool.until_phase("build", ClaimPhase::Ready).await?;
     let order = status.fleet.as_ref().context("the claim has a launch order")?;
-    ensure!(order.attempt == 2 && order.instance_ids.len() == 2, "{order:?}");
+    ensure!(order.usage_class == UsageClass::OnDemand && order.instance_ids.len() == 2, "{order:?}");
     let serving = pool.ids(State::Running).await?;
     pool.until_running(&serving).await?;
     let usage = |id: &String| pool.instances().iter().any(|i| i.id == *id && i.usage == Usage::OnDemand);

@@ -8,6 +8,7 @@ pub mod expiry;
 pub mod faults;
 pub mod launch;
 pub mod machine;
+pub mod orders;
 pub mod ownership;
 pub mod refusals;
 pub mod release;

@@ -30,8 +30,9 @@ pub struct Ec2Pool {
     #[schemars(length(min = 1, max = 16), inner(length(max = 20), regex(pattern = pattern::SECURITY_GROUP)), extend("x-kubernetes-list-type" = "set"))]
     pub security_group_ids: Vec<String>,
 
-    /// Subnets, best one for each zone: the more zones, the more capacity there is to choose from.
-    #[schemars(length(min = 1, max = 16), inner(length(max = 24), regex(pattern = pattern::SUBNET)), extend("x-kubernetes-list-type" = "set"))]
+    /// Subnets in any zones: the more zones, the more capacity there is to choose from. An order has one subnet of each
+    /// zone, the one with most free addresses, and four zones at most; the others are asked next.
+    #[schemars(length(min = 1, max = 64), inner(length(max = 24), regex(pattern = pattern::SUBNET)), extend("x-kubernetes-list-type" = "set"))]
     pub subnet_ids: Vec<String>,
 
     /// A script that runs as root once, before a new machine takes its first job. Becomes part of the user data, which
@@ -140,7 +141,8 @@ pub struct Ec2Defaults {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 20), regex(pattern = pattern::DNS_LABEL))]
     pub resource_class: Option<String>,
-    /// Instance types that EC2 may choose from; `*` stands for any text (`c7*`, `m6i.*`).
+    /// Instance types that EC2 may choose from; `*` stands for any text (`c7*`, `m6i.*`). Named types are taken at any
+    /// price, burstable ones only where all are burstable; with `*` alone EC2 leaves out dear and burstable types.
     #[schemars(schema_with = "instance_types_schema")]
     pub allowed_instance_types: Vec<String>,
 }

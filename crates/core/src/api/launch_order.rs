@@ -1,7 +1,9 @@
 //! `status.fleet` of claims and pools, and `status.shortage` of claims: what EC2 was asked for, and did not have.
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use schemars::JsonSchema;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
 
 use super::{common::UsageClass, pool::LaunchTemplate};
@@ -22,13 +24,13 @@ pub struct LaunchOrder {
     /// When the order was written down.
     pub ordered_at: Time,
     /// The launch template, and all the rest that EC2 was asked for: a repeated order must be the same in every point,
-    /// whatever became of the pool meanwhile.
+    /// whatever became of the pool or of the operator's version meanwhile.
     #[serde(default)]
     pub launch_template: LaunchTemplate,
-    /// The subnets: those that were not known to be out of capacity.
+    /// One subnet for each of at most four zones that were not known to be out of capacity.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 16), inner(length(max = 24)), extend("x-kubernetes-list-type" = "set"))]
-    pub subnet_ids: Vec<String>,
+    #[schemars(length(max = 4), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
+    pub subnets: Vec<OrderSubnet>,
     /// The resource class that they are made for.
     #[serde(default)]
     #[schemars(length(max = 63))]
@@ -43,6 +45,17 @@ pub struct LaunchOrder {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 64), inner(length(max = 30)), extend("x-kubernetes-list-type" = "set"))]
     pub allowed_instance_types: Vec<String>,
+    /// Which of these EC2 takes although it leaves them out by default.
+    #[serde(default)]
+    pub include: IncludedTypes,
+    /// How EC2 chooses among types and zones.
+    #[serde(default)]
+    #[schemars(length(max = 64))]
+    pub allocation_strategy: String,
+    /// Tags of the machines.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schemars(schema_with = "tags_schema")]
+    pub tags: BTreeMap<String, String>,
     /// The fleet, once EC2 has answered.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 128))]
@@ -51,6 +64,37 @@ pub struct LaunchOrder {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 256), inner(length(max = 64)), extend("x-kubernetes-list-type" = "set"))]
     pub instance_ids: Vec<String>,
+}
+
+/// A subnet that machines are ordered in.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct OrderSubnet {
+    /// The subnet's id.
+    #[schemars(length(max = 24))]
+    pub id: String,
+    /// Its zone.
+    #[serde(default)]
+    #[schemars(length(max = 32))]
+    pub zone: String,
+}
+
+/// Instance types that EC2 leaves out by default.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(default, rename_all = "camelCase")]
+pub struct IncludedTypes {
+    /// Those that cost much more than the cheapest one: no price protection.
+    pub any_price: bool,
+    /// Burstable ones.
+    pub burstable: bool,
+    /// Bare metal.
+    pub bare_metal: bool,
+}
+
+/// The limits of EC2.
+fn tags_schema(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({
+        "type": "object", "maxProperties": 50, "additionalProperties": { "type": "string", "maxLength": 256 },
+    })
 }
 
 /// `status.shortage` of a claim that waits, or has waited, for capacity at EC2.

@@ -32,9 +32,10 @@ pub use ec2::{
 };
 pub use failure::{ContainerEnd, FAILURE_MESSAGE_MAX, Failure, LOG_TAIL_MAX, PodEvent};
 pub use generate::{crds, crds_yaml};
-pub use launch_order::{CapacityShortage, LaunchOrder};
+pub use launch_order::{CapacityShortage, IncludedTypes, LaunchOrder, OrderSubnet};
 pub use pool::{
-    Hardware, LaunchTemplate, PoolKind, Queue, RunnerPool, RunnerPoolSpec, RunnerPoolStatus, Slots, WorkerCounts,
+    ClassTypes, Hardware, LaunchTemplate, PoolKind, Queue, RunnerPool, RunnerPoolSpec, RunnerPoolStatus, Slots,
+    WorkerCounts,
 };
 pub use reasons::{ClaimReason, FailureReason, PoolReason};
 pub use reference::reference_markdown;

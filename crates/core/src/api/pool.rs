@@ -110,6 +110,11 @@ pub struct RunnerPoolStatus {
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["resourceClass"]))]
     pub queues: Vec<Queue>,
 
+    /// How many instance types each resource class leaves EC2 to choose from; empty for boards.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["name"]))]
+    pub classes: Vec<ClassTypes>,
+
     /// The launch template that new machines are made from; absent for boards.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub launch_template: Option<LaunchTemplate>,
@@ -180,6 +185,18 @@ pub struct Queue {
     /// The queue's URL.
     #[schemars(length(max = 2048))]
     pub url: String,
+}
+
+/// The instance types of a resource class.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ClassTypes {
+    /// The resource class.
+    #[schemars(length(max = 63))]
+    pub name: String,
+    /// How many types have its size and are among `defaults.allowedInstanceTypes`, whatever they cost. With none, nothing
+    /// can be launched.
+    pub instance_types: u32,
 }
 
 /// A launch template and the version that the pool uses.

@@ -32,7 +32,7 @@ reasons! {
     PoolReason {
         /// The pool serves claims.
         Ready = "Ready",
-        /// Table, queues or launch template are being made.
+        /// Table, queues or launch template are being made, or not visible yet.
         Preparing = "Preparing",
         /// The Secret, or a key in it, is missing.
         CredentialsMissing = "CredentialsMissing",
@@ -72,7 +72,8 @@ reasons! {
         AmbiguousLabels = "AmbiguousLabels",
         /// The pool is not ready; the message repeats why.
         PoolNotReady = "PoolNotReady",
-        /// The claim asks for what the pool does not have, such as an unknown resource class.
+        /// The claim asks for what the pool cannot have, such as an unknown resource class or an instance type that EC2
+        /// does not have.
         InvalidSpec = "InvalidSpec",
         /// The owner runs as many workers as it may.
         QuotaReached = "QuotaReached",

@@ -1,20 +1,23 @@
 //! Where EC2 had no capacity: remembered for a while by zone and type, so that the next order goes elsewhere.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use jiff::Timestamp;
 
 use super::{
     launch_error::{Cause, Kind},
     requirements::{Requirements, glob},
+    zones::{self, Subnet},
 };
-use crate::api::{LaunchOrder, UsageClass};
+use crate::api::{LaunchOrder, OrderSubnet, UsageClass};
 
 /// What to order now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LaunchChoice {
-    Ask { usage_class: UsageClass, subnet_ids: Vec<String> },
-    Wait { until: Timestamp, message: String },
+    /// From these zones, of those that are not known to be out of capacity.
+    Ask { usage_class: UsageClass, subnets: Vec<OrderSubnet> },
+    /// Every zone is out of capacity, for these reasons.
+    Wait { until: Timestamp, causes: Vec<Cause> },
 }
 
 /// `message` with the time of the next attempt.
@@ -22,7 +25,7 @@ pub fn with_retry(message: &str, at: Timestamp) -> String {
     format!("{message}, retry at {}", at.strftime("%Y-%m-%dT%H:%M:%SZ"))
 }
 
-/// Subnets that recently had no capacity. Capacity belongs to the account, so all pools share this.
+/// Zones that recently had no capacity. Capacity belongs to the account, so all pools share this.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CapacityMemory {
     shortages: Vec<Shortage>,
@@ -30,16 +33,24 @@ pub struct CapacityMemory {
     memory: Duration,
 }
 
-/// One subnet has no machine of these types and at least this size.
+/// One place has no machine of these types and at least this size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Shortage {
-    subnet: String,
-    zone: String,
+    place: Place,
     usage_class: UsageClass,
     cpu: u32,
     memory_mib: u32,
     types: Vec<String>,
     until: Timestamp,
+    /// What EC2 said.
+    causes: Arc<[Cause]>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Place {
+    Zone(String),
+    /// It has no free addresses, whatever is asked for; another subnet of its zone may have some.
+    Subnet(String),
 }
 
 impl CapacityMemory {
@@ -47,45 +58,79 @@ impl CapacityMemory {
         Self { shortages: Vec::new(), memory }
     }
 
-    /// Records the outcome of an order. One that fell short tried every allowed type in the zones of its causes;
-    /// otherwise only the types of the causes are out of capacity.
+    /// Records the outcome of an order. One that fell short tried every allowed type in each of its zones, whether EC2
+    /// names that zone or not; otherwise only the types of the causes are out of capacity.
     pub fn note(&mut self, order: &LaunchOrder, launched: usize, causes: &[Cause], now: Timestamp) {
         self.shortages.retain(|shortage| shortage.until > now);
-        let short = launched < order.requested as usize;
-        for cause in causes.iter().filter(|cause| cause.kind() == Kind::Capacity) {
-            let (cpu, memory_mib, types) = match short || cause.instance_type.is_empty() {
-                true => (order.cpu, order.memory_mib, order.allowed_instance_types.clone()),
-                false => (0, 0, vec![cause.instance_type.clone()]),
-            };
-            let (subnet, zone) = (cause.subnet.clone(), cause.zone_or_subnet().to_owned());
-            let usage_class = order.usage_class;
-            let new = Shortage { subnet, zone, usage_class, cpu, memory_mib, types, until: now + self.memory };
-            self.shortages.retain(|shortage| Shortage { until: new.until, ..shortage.clone() } != new);
-            self.shortages.push(new);
+        let is_short = launched < order.requested as usize;
+        let is_capacity = |cause: &Cause| cause.kind() == Kind::Capacity && !cause.concerns_subnet_only();
+        let lacks_capacity = causes.is_empty() || causes.iter().any(is_capacity);
+        let placeless: Vec<_> = causes.iter().filter(|cause| cause.is_placeless() && is_capacity(cause)).collect();
+        for subnet in &order.subnets {
+            let own = causes.iter().filter(|cause| cause.is_about(subnet));
+            let (capacity, others): (Vec<_>, Vec<_>) = own.cloned().partition(is_capacity);
+            for cause in others.iter().filter(|cause| cause.concerns_subnet_only()) {
+                let (place, types) = (Place::Subnet(subnet.id.clone()), vec!["*".into()]);
+                self.remember(place, order.usage_class, (0, 0), types, vec![cause.clone()], now);
+            }
+            let zone = || Place::Zone(subnet.zone.clone());
+            let is_unnamed = capacity.is_empty() && others.is_empty();
+            if is_short && (!capacity.is_empty() || (is_unnamed && lacks_capacity)) {
+                let (size, types) = ((order.cpu, order.memory_mib), order.allowed_instance_types.clone());
+                let causes = match placeless[..] {
+                    _ if !is_unnamed => capacity,
+                    [] => vec![Cause::no_capacity(subnet)],
+                    _ => placeless.iter().map(|cause| cause.at(subnet)).collect(),
+                };
+                self.remember(zone(), order.usage_class, size, types, causes, now);
+            } else {
+                for cause in capacity.into_iter().filter(|cause| !cause.instance_type.is_empty()) {
+                    let types = vec![cause.instance_type.clone()];
+                    self.remember(zone(), order.usage_class, (0, 0), types, vec![cause], now);
+                }
+            }
         }
     }
 
-    /// What to order for `needs`: skips subnets without capacity, uses on-demand if `fallback` allows and spot has none
-    /// anywhere, and waits while every subnet is out.
-    pub fn order(&self, needs: &Requirements, subnet_ids: &[String], fallback: bool, now: Timestamp) -> LaunchChoice {
+    fn remember(
+        &mut self,
+        place: Place,
+        usage_class: UsageClass,
+        (cpu, memory_mib): (u32, u32),
+        types: Vec<String>,
+        causes: Vec<Cause>,
+        now: Timestamp,
+    ) {
+        let (until, causes) = (now + self.memory, causes.into());
+        let new = Shortage { place, usage_class, cpu, memory_mib, types, until, causes };
+        self.shortages.retain(|old| {
+            let size = (old.cpu, old.memory_mib) == (new.cpu, new.memory_mib);
+            old.place != new.place || old.usage_class != new.usage_class || old.types != new.types || !size
+        });
+        self.shortages.push(new);
+    }
+
+    /// What to order for `needs`: skips zones without capacity, uses on-demand if `fallback` allows and spot has none
+    /// anywhere, and waits while every zone is out.
+    pub fn order(&self, needs: &Requirements, subnets: &[Subnet], fallback: bool, now: Timestamp) -> LaunchChoice {
         let fallback_class = (needs.usage_class == UsageClass::Spot && fallback).then_some(UsageClass::OnDemand);
         let mut closed = Vec::new();
         for usage_class in [Some(needs.usage_class), fallback_class].into_iter().flatten() {
+            let applicable = |subnet| self.applicable(subnet, usage_class, needs, now);
             let (empty, open): (Vec<_>, Vec<_>) =
-                subnet_ids.iter().partition(|subnet| self.lacks_capacity(subnet, usage_class, needs, now));
+                subnets.iter().partition(|subnet| self.lacks_capacity(subnet, usage_class, needs, now));
             if !open.is_empty() {
-                return LaunchChoice::Ask { usage_class, subnet_ids: open.into_iter().cloned().collect() };
+                let subnets = zones::choose(open.into_iter(), |subnet| applicable(subnet).count());
+                return LaunchChoice::Ask { usage_class, subnets };
             }
-            closed.extend(empty.into_iter().flat_map(|subnet| self.applicable(subnet, usage_class, needs, now)));
+            closed.extend(empty.into_iter().flat_map(applicable));
         }
         let until = closed.iter().map(|shortage| shortage.until).min().unwrap_or(now);
-        let mut zones: Vec<_> = closed.iter().map(|shortage| shortage.zone.as_str()).collect();
-        zones.sort_unstable();
-        zones.dedup();
-        LaunchChoice::Wait { until, message: format!("insufficient capacity in zones {}", zones.join(", ")) }
+        let causes = closed.iter().flat_map(|shortage| shortage.causes.iter().cloned()).collect();
+        LaunchChoice::Wait { until, causes }
     }
 
-    fn lacks_capacity(&self, subnet: &str, usage_class: UsageClass, needs: &Requirements, now: Timestamp) -> bool {
+    fn lacks_capacity(&self, subnet: &Subnet, usage_class: UsageClass, needs: &Requirements, now: Timestamp) -> bool {
         let types = &needs.allowed_instance_types;
         let out = |wanted: &String| {
             self.applicable(subnet, usage_class, needs, now)
@@ -97,17 +142,22 @@ impl CapacityMemory {
     /// Shortages that apply to machines of this size: where a smaller one is unavailable, so is a larger one.
     fn applicable<'a>(
         &'a self,
-        subnet: &'a str,
+        subnet: &'a Subnet,
         usage_class: UsageClass,
         needs: &'a Requirements,
         now: Timestamp,
     ) -> impl Iterator<Item = &'a Shortage> {
         self.shortages.iter().filter(move |shortage| {
-            shortage.subnet == subnet
-                && shortage.usage_class == usage_class
-                && shortage.until > now
-                && shortage.cpu <= needs.cpu
-                && shortage.memory_mib <= needs.memory_mib
+            shortage.until > now
+                && match &shortage.place {
+                    Place::Subnet(id) => *id == subnet.id,
+                    Place::Zone(zone) => {
+                        *zone == subnet.zone
+                            && shortage.usage_class == usage_class
+                            && shortage.cpu <= needs.cpu
+                            && shortage.memory_mib <= needs.memory_mib
+                    }
+                }
         })
     }
 }

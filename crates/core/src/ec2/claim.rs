@@ -10,11 +10,12 @@ use paddock_record::{ClaimRef, State};
 
 use super::{
     capacity_memory::CapacityMemory,
-    claim_order::{first_order, not_admitted, ordered},
+    claim_order::{first_order, no_instance_type, not_admitted, ordered},
     launch_error::Cause,
     machine::{Machine, MachineCheck, check},
     requirements::Requirements,
     waiting_line::Admission,
+    zones::Subnet,
 };
 use crate::{
     api::{
@@ -50,6 +51,10 @@ pub struct ClaimFacts<'a> {
     /// Whether the pool can give it the machines that it misses.
     pub admission: &'a Admission,
     pub capacity: &'a CapacityMemory,
+    /// What EC2 was found to offer.
+    pub offer: Option<&'a Offer>,
+    /// The name of the operator's cluster.
+    pub cluster: &'a str,
     /// The pool has nothing more that fits.
     pub pool_exhausted: bool,
     pub run_completed: bool,
@@ -78,6 +83,15 @@ pub struct Supply<'a> {
     pub template: &'a LaunchTemplate,
 }
 
+/// What EC2 offers for a claim.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Offer {
+    /// The pool's subnets.
+    pub subnets: Vec<Subnet>,
+    /// How many instance types meet the claim's requirements, if EC2 says so.
+    pub instance_types: Option<u32>,
+}
+
 pub type Ids = Vec<String>;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,6 +109,8 @@ pub enum ClaimAction {
     Wait(Wait),
     /// Take up to this many from the pool.
     Select(u32),
+    /// Ask what EC2 offers, before anything is ordered.
+    LookUpOffer,
     /// Record the order before it is sent, so that a new leader sends the same order.
     PlaceOrder(Box<LaunchOrder>),
     /// Terminate idle machines of other scopes, then record the order that takes their room.
@@ -150,6 +166,8 @@ pub enum Applied {
     Selected {
         exhausted: bool,
     },
+    /// EC2 does not say what it offers, for this reason.
+    NoOffer(String),
     /// Another claim took the room under `maxInstances`.
     NoRoom,
     /// EC2 launched all that were ordered.
@@ -180,6 +198,7 @@ impl ClaimAction {
     pub const fn provisions(&self) -> bool {
         match self {
             Self::Select(_)
+            | Self::LookUpOffer
             | Self::PlaceOrder(_)
             | Self::MakeRoom { .. }
             | Self::SendOrder(_)
@@ -314,7 +333,8 @@ pub(super) fn wait(reason: ClaimReason, message: String) -> ClaimAction {
 
 /// Whether the claim waits before its next try. Its own status is an event that would end the wait early.
 fn backs_off(status: &RunnerClaimStatus, now: Timestamp) -> bool {
-    status.failed_tries.is_some() && status.retry_at.as_ref().is_some_and(|at| at.0 > now)
+    let reason = status.conditions.iter().find(|condition| condition.type_ == READY).map(|it| it.reason.as_str());
+    reason == Some(ClaimReason::AwsUnavailable.as_str()) && status.retry_at.as_ref().is_some_and(|at| at.0 > now)
 }
 
 fn last_message(status: &RunnerClaimStatus) -> &str {
@@ -378,10 +398,16 @@ fn acquire(facts: &ClaimFacts, supply: &Supply, now: Timestamp) -> ClaimAction {
         let message = format!("{count} machines are more than the pool may have, which is {max} (maxInstances)");
         ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::InvalidSpec, message)
     } else {
-        match facts.admission {
-            Err(obstacle) => not_admitted(facts, supply, obstacle, now),
-            Ok(in_the_way) if facts.pool_exhausted => first_order(facts, supply, missing, in_the_way, now),
-            Ok(_) => ClaimAction::Select(missing),
+        match (facts.admission, facts.offer) {
+            (Ok(_), _) if !facts.pool_exhausted => ClaimAction::Select(missing),
+            (_, Some(Offer { instance_types: Some(0), .. })) => no_instance_type(supply),
+            (Ok(in_the_way), Some(offer)) => first_order(facts, supply, offer, missing, in_the_way, now),
+            (Err(obstacle), Some(_)) => not_admitted(facts, supply, obstacle, now),
+            (admission, None) => match (facts.last, admission) {
+                (Applied::NoOffer(_), Err(obstacle)) => not_admitted(facts, supply, obstacle, now),
+                (Applied::NoOffer(why), Ok(_)) => wait(ClaimReason::AwsUnavailable, why.clone()),
+                _ => ClaimAction::LookUpOffer,
+            },
         }
     }
 }
@@ -407,8 +433,8 @@ pub fn surplus(held: &[Machine], count: u32, ready: bool) -> Ids {
 /// status that the next action replaces at once is not written.
 pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, ControlFlow<Next>) {
     use ClaimAction::{
-        Abandon, AwaitAgents, Dump, FallBack, Finalize, Finish, MakeRoom, Nothing, PlaceOrder, Release, Replace,
-        Return, Seal, Select, SendOrder, Serve, Settle, Start, Wait, Watch,
+        Abandon, AwaitAgents, Dump, FallBack, Finalize, Finish, LookUpOffer, MakeRoom, Nothing, PlaceOrder, Release,
+        Replace, Return, Seal, Select, SendOrder, Serve, Settle, Start, Wait, Watch,
     };
     match (action, applied) {
         (_, Applied::Unavailable(..)) => (true, Break(Next::After(RETRY_PERIOD))),
@@ -428,7 +454,7 @@ pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, C
         (MakeRoom { .. }, Applied::NoRoom) => (false, Break(Next::After(CONFLICT_RETRY))),
         (SendOrder(_), applied) => (matches!(applied, Applied::Launched { .. }), Continue(())),
         (PlaceOrder(_) | MakeRoom { .. } | FallBack { .. } | Replace(_) | Release(_), _) => (true, Continue(())),
-        (Select(_) | Seal(_) | AwaitAgents | Start(_) | Return(_), _) => (false, Continue(())),
+        (Select(_) | LookUpOffer | Seal(_) | AwaitAgents | Start(_) | Return(_), _) => (false, Continue(())),
         (Serve | Watch | Finish(..) | Dump(_) | Settle, _) => (true, Break(Next::AwaitChange)),
         // The claim may have changed since it was read, and then still has its finalizer.
         (Finalize, _) => (false, Break(Next::After(CONFLICT_RETRY))),

@@ -138,6 +138,105 @@ fn an_order_is_sent_until_its_machines_have_records() {
     ]);
 }
 
+fn in_zones(zones: &[&str]) -> Vec<Subnet> {
+    let subnet = |zone: &&str| Subnet { id: format!("subnet-{zone}"), zone: (*zone).to_owned(), free_addresses: 9 };
+    zones.iter().map(subnet).collect()
+}
+
+/// An order that fell short for these causes, and the pool's subnets in these zones.
+fn fell_short(scenario: Scenario, zones: &[&str], order: &LaunchOrder, causes: Vec<Cause>) -> Scenario {
+    let mut scenario = scenario.claim(json!({"status": {"fleet": order}}));
+    scenario.offer = Some(Offer { subnets: in_zones(zones), instance_types: Some(9) });
+    scenario.capacity.note(order, 1, &causes, at(1));
+    scenario.last(Applied::Short { launched: vec!["i-1".into()], causes })
+}
+
+fn placed(scenario: &Scenario) -> Box<LaunchOrder> {
+    match scenario.decide() {
+        ClaimAction::PlaceOrder(order) | ClaimAction::FallBack { order, .. } => order,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn zones(order: &LaunchOrder) -> Vec<&str> {
+    order.subnets.iter().map(|subnet| subnet.zone.as_str()).collect()
+}
+
+#[test]
+fn an_order_that_falls_short_is_followed_by_one_in_the_next_zones_before_the_claim_waits() {
+    let six = ["a", "b", "c", "d", "e", "f"];
+    let spot = json!({"spec": {"ec2": {"defaults": {"usageClass": "spot"}, "fallback": {"spotToOnDemand": true}}}});
+    let out = |zone: &str| Cause { zone: zone.into(), subnet: format!("subnet-{zone}"), ..out_of_capacity() };
+    let claim = || scenario(2, &[]).exhausted().pool(json!({"spec": {"ec2": {"timeouts": {"capacity": "0s"}}}}));
+    let mut first = claim();
+    first.offer = Some(Offer { subnets: in_zones(&six), instance_types: Some(9) });
+    let order = placed(&first);
+    assert_eq!(zones(&order), ["a", "b", "c", "d"]);
+    // EC2 names one of the four zones.
+    let second = fell_short(claim(), &six, &order, vec![out("c")]);
+    let next = placed(&second);
+    assert_eq!((zones(&next), next.attempt), (vec!["e", "f"], 2));
+    let mut third = fell_short(claim(), &six, &next, vec![out("e")]);
+    third.capacity.note(&order, 1, &[out("c")], at(1));
+    match third.decide() {
+        ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::InsufficientCapacity, message) => {
+            assert!(message.contains("insufficient capacity in zones a, b, c, d, e, f"), "{message}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let mut spot_in_two = claim().pool(spot.clone());
+    spot_in_two.offer = Some(Offer { subnets: in_zones(&six[..2]), instance_types: Some(9) });
+    let order = placed(&spot_in_two);
+    let unfulfillable = Cause { code: "UnfulfillableCapacity".into(), ..Cause::default() };
+    for causes in [vec![out("a")], vec![unfulfillable], Vec::new()] {
+        let short = fell_short(claim().pool(spot.clone()), &six[..2], &order, causes.clone());
+        let next = placed(&short);
+        assert_eq!((next.usage_class, zones(&next)), (UsageClass::OnDemand, vec!["a", "b"]), "{causes:?}");
+    }
+}
+
+#[test]
+fn what_passes_is_tried_again_and_no_shortage() {
+    let code = |code: &str| Cause { code: code.into(), ..out_of_capacity() };
+    let sent = |causes| {
+        scenario(2, &[]).ordered(UsageClass::OnDemand, 1, &[]).last(Applied::Short { launched: Vec::new(), causes })
+    };
+    let at_once = |scenario: Scenario| scenario.pool(json!({"spec": {"ec2": {"timeouts": {"capacity": "0s"}}}}));
+    check([
+        ("throttled", at_once(sent(vec![code("RequestLimitExceeded")])), "abandon AwsUnavailable"),
+        ("an internal error", sent(vec![code("InternalError")]), "abandon AwsUnavailable"),
+        ("beside a shortage", sent(vec![code("InternalError"), out_of_capacity()]), "abandon AwsUnavailable"),
+        ("not visible", sent(vec![code("InvalidLaunchTemplateId.VersionNotFound")]), "abandon AwsUnavailable"),
+        ("denied", sent(vec![code("UnauthorizedOperation")]), "finish Failed AwsUnavailable"),
+    ]);
+    match sent(vec![code("InternalError")]).decide() {
+        ClaimAction::Abandon(wait) => assert_eq!(wait.retry_at, Some(at(7))),
+        other => panic!("{other:?}"),
+    }
+    let condition = json!({"type": "Ready", "status": "False", "reason": "AwsUnavailable", "message": "throttled",
+        "lastTransitionTime": at(0)});
+    let waits = json!({"status": {"retryAt": at(7), "conditions": [condition]}});
+    check([("its own status does not end the wait", scenario(1, &[]).exhausted().claim(waits), "wait AwsUnavailable")]);
+}
+
+#[test]
+fn nothing_is_ordered_before_it_is_known_what_ec2_offers() {
+    let offering = |offer, scenario: Scenario| Scenario { offer, ..scenario };
+    let none = || Some(Offer { subnets: in_zones(&["a"]), instance_types: Some(0) });
+    let unknown = || Some(Offer { subnets: in_zones(&["a"]), instance_types: None });
+    let full = |scenario: Scenario| Scenario { live: 20, ..scenario };
+    let refused = || Applied::NoOffer("no".into());
+    check([
+        ("idle machines come first", offering(None, scenario(1, &[])), "select 1"),
+        ("then it is asked", offering(None, scenario(1, &[]).exhausted()), "look up offer"),
+        ("without an answer", offering(None, scenario(1, &[]).exhausted().last(refused())), "wait AwsUnavailable"),
+        ("without one and room", offering(None, full(scenario(1, &[])).last(refused())), "wait PoolFull"),
+        ("no type", offering(none(), scenario(1, &[]).exhausted()), "finish Failed InvalidSpec"),
+        ("no type and no room", offering(none(), full(scenario(1, &[]))), "finish Failed InvalidSpec"),
+        ("types unknown", offering(unknown(), scenario(1, &[]).exhausted()), "place order 1: 1 on-demand"),
+    ]);
+}
+
 #[test]
 fn a_fleet_is_ordered_once() {
     let lost = scenario(1, &[]).exhausted().ordered(UsageClass::OnDemand, 1, &["i-1"]);

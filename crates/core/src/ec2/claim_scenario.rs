@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::{
     capacity_memory::CapacityMemory,
-    claim::{Applied, ClaimAction, ClaimFacts, PoolView, decide},
+    claim::{Applied, ClaimAction, ClaimFacts, Offer, PoolView, decide},
     claim_status,
     launch_error::Cause,
     machine::{AgentReport, Machine},
@@ -18,7 +18,7 @@ use crate::{
     api::{ClaimPhase, RunnerClaim, RunnerPool, UsageClass},
     fixtures::{
         boards::with,
-        ec2::{at, beat, ec2_claim, ready_pool, record, said, tracked},
+        ec2::{at, beat, ec2_claim, ready_pool, record, said, subnets, tracked},
     },
 };
 
@@ -34,6 +34,7 @@ pub struct Scenario {
     /// Machines of the pool that exist or are being launched.
     pub live: u32,
     pub capacity: CapacityMemory,
+    pub offer: Option<Offer>,
     pub pool_exhausted: bool,
     pub run_completed: bool,
     pub last: Applied,
@@ -47,6 +48,7 @@ pub fn scenario(count: u32, machines: &[Machine]) -> Scenario {
         idle: Vec::new(),
         live: 0,
         capacity: CapacityMemory::new(Duration::from_mins(3)),
+        offer: Some(Offer { subnets: subnets(), instance_types: Some(9) }),
         pool_exhausted: false,
         run_completed: false,
         last: Applied::default(),
@@ -93,7 +95,7 @@ impl Scenario {
         let order = json!({
             "clientToken": "t", "attempt": 1, "requested": self.claim.spec.count, "usageClass": usage_class,
             "orderedAt": at(1), "launchTemplate": {"id": "lt-1", "version": template},
-            "subnetIds": ["subnet-12345678"], "instanceIds": instance_ids,
+            "subnets": [{"id": "subnet-12345678", "zone": "zone-a"}], "instanceIds": instance_ids,
         });
         self.claim(json!({"status": {"fleet": order}}))
     }
@@ -107,7 +109,8 @@ impl Scenario {
         let missing = self.claim.spec.count.saturating_sub(held);
         let own = OpenClaim { name: "c".into(), needs, missing, since: at(0) };
         let (idle, exhausted) = (self.idle.iter().collect(), self.pool_exhausted);
-        let stock = Stock { spec, idle, exhausted, live: self.live, capacity: &self.capacity };
+        let subnets = self.offer.as_ref().map_or(&[][..], |offer| &offer.subnets);
+        let stock = Stock { spec, idle, exhausted, live: self.live, capacity: &self.capacity, subnets };
         if missing == 0 { none } else { admit_last(&[own], stock, at(2)) }
     }
 
@@ -121,6 +124,8 @@ impl Scenario {
             machines: &self.machines,
             admission: &self.admission(),
             capacity: &self.capacity,
+            offer: self.offer.as_ref(),
+            cluster: "prod",
             pool_exhausted: self.pool_exhausted,
             run_completed: self.run_completed,
             last: &self.last,
@@ -156,6 +161,7 @@ pub fn summary(action: &ClaimAction) -> String {
         ClaimAction::Wait(wait) => format!("wait {}", wait.reason.as_str()),
         ClaimAction::Abandon(wait) => format!("abandon {}", wait.reason.as_str()),
         ClaimAction::Select(count) => format!("select {count}"),
+        ClaimAction::LookUpOffer => "look up offer".into(),
         ClaimAction::PlaceOrder(order) => {
             format!("place order {}: {} {}", order.attempt, order.requested, order.usage_class.as_str())
         }

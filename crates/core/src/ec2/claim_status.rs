@@ -52,6 +52,7 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
         }
         ClaimAction::Nothing
         | ClaimAction::Wait(_)
+        | ClaimAction::LookUpOffer
         | ClaimAction::PlaceOrder(_)
         | ClaimAction::MakeRoom { .. }
         | ClaimAction::SendOrder(_)
@@ -95,7 +96,9 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
             };
             let retry_at = wait.retry_at.map(whole_second);
             let shown = retry_at.map_or_else(|| message.clone(), |at| with_retry(&message, at));
-            let since = last.since.or(Some(Time(whole_second(now))));
+            // What passes by itself is no shortage.
+            let is_shortage = wait.reason == ClaimReason::InsufficientCapacity;
+            let since = last.since.or(Some(Time(whole_second(now)))).filter(|_| is_shortage);
             status.shortage = Some(CapacityShortage { since, attempt: attempt.max(last.attempt), message });
             enter(&mut status, ClaimPhase::Claiming, wait.reason, &shown);
             status.retry_at = retry_at.map(Time);
@@ -142,6 +145,7 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
         (
             ClaimAction::Nothing
             | ClaimAction::Select(_)
+            | ClaimAction::LookUpOffer
             | ClaimAction::SendOrder(_)
             | ClaimAction::Seal(_)
             | ClaimAction::Replace(_)

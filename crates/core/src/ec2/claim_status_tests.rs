@@ -38,6 +38,8 @@ fn after(claim: &RunnerClaim, machines: &[Machine], action: &ClaimAction, applie
         machines,
         admission: &Ok(Vec::new()),
         capacity: &capacity,
+        offer: None,
+        cluster: "prod",
         pool_exhausted: false,
         run_completed: false,
         last: &Applied::default(),
@@ -279,6 +281,9 @@ fn a_claim_that_gave_up_its_order_remembers_its_number_and_ec2s_reasons() {
     let room = ClaimAction::Wait(Wait { reason: ClaimReason::PoolFull, ..wait("full") });
     let status = after(&waiting, &[], &room, &Applied::Done);
     assert_eq!(status.shortage.map(|shortage| (shortage.since, shortage.attempt)), Some((None, 3)));
+    let passing = ClaimAction::Abandon(Wait { reason: ClaimReason::AwsUnavailable, ..wait("throttled") });
+    let status = after(&waiting, &[], &passing, &Applied::Done).shortage.unwrap();
+    assert_eq!((status.since, status.attempt), (None, 3), "what passes by itself is no shortage");
     let incomplete = after(&waiting, &[], &known, &Applied::Incomplete);
     assert_eq!(incomplete.shortage, waiting.status.unwrap().shortage);
 }

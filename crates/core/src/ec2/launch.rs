@@ -1,12 +1,17 @@
 //! Requests to EC2 for pools and claims.
 
+use std::collections::BTreeMap;
+
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use sha2::{Digest, Sha256};
 
 use super::requirements::Requirements;
 use crate::{
-    api::{Ec2Pool, LaunchOrder, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
+    api::{
+        Ec2Pool, IncludedTypes, LaunchOrder, LaunchTemplate, OrderSubnet, TAG_CLAIM, TAG_CLUSTER, TAG_INITIAL_RUN_ID,
+        TAG_POOL, UsageClass,
+    },
     names::PoolKey,
 };
 
@@ -32,8 +37,9 @@ pub struct Wanted<'a> {
     pub template: &'a LaunchTemplate,
     pub count: u32,
     pub usage_class: UsageClass,
-    pub subnet_ids: Vec<String>,
+    pub subnets: Vec<OrderSubnet>,
     pub needs: &'a Requirements,
+    pub tags: BTreeMap<String, String>,
 }
 
 impl Wanted<'_> {
@@ -45,15 +51,58 @@ impl Wanted<'_> {
             usage_class: self.usage_class,
             ordered_at: Time(now),
             launch_template: self.template.clone(),
-            subnet_ids: self.subnet_ids,
+            subnets: self.subnets,
             resource_class: self.needs.resource_class.clone(),
             cpu: self.needs.cpu,
             memory_mib: self.needs.memory_mib,
             allowed_instance_types: self.needs.allowed_instance_types.clone(),
+            include: included(&self.needs.allowed_instance_types),
+            allocation_strategy: allocation_strategy(self.usage_class).into(),
+            tags: self.tags,
             fleet_id: None,
             instance_ids: Vec::new(),
         }
     }
+}
+
+/// The cheapest machines, and of spot machines those that EC2 takes back least.
+const fn allocation_strategy(usage_class: UsageClass) -> &'static str {
+    match usage_class {
+        UsageClass::OnDemand => "lowest-price",
+        UsageClass::Spot => "price-capacity-optimized",
+    }
+}
+
+/// What EC2 leaves out by default, and must not where the allowed types name it.
+pub fn included(allowed_types: &[String]) -> IncludedTypes {
+    let all = |fits: fn(&str) -> bool| !allowed_types.is_empty() && allowed_types.iter().all(|kind| fits(kind));
+    IncludedTypes {
+        any_price: all(is_named),
+        burstable: all(is_burstable),
+        bare_metal: allowed_types.iter().any(|kind| kind.contains(".metal")),
+    }
+}
+
+/// Whether a pattern says more than "any type".
+fn is_named(pattern: &str) -> bool {
+    pattern.contains(|c| c != '*' && c != '.')
+}
+
+/// Whether a pattern names burstable types only: those of the families T2, T3, T3a, T4g. `t*` also names `trn1`.
+fn is_burstable(pattern: &str) -> bool {
+    pattern.strip_prefix('t').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+}
+
+/// The tags of an order's machines: those of a claim by its name and run, or those that are kept warm.
+pub fn tags(cluster: &str, pool: &PoolKey, claim: Option<(&str, &str)>) -> BTreeMap<String, String> {
+    let run = claim.map_or("", |(_, run)| run);
+    let all = [
+        (TAG_CLUSTER, Some(cluster.to_owned())),
+        (TAG_POOL, Some(pool.to_string())),
+        (TAG_CLAIM, claim.map(|(name, _)| name.to_owned())),
+        (TAG_INITIAL_RUN_ID, Some(run.to_owned())),
+    ];
+    all.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
 }
 
 pub fn template(cluster: &str, key: &PoolKey, pool: &Ec2Pool, user_data: String) -> TemplateRequest {
@@ -129,6 +178,60 @@ mod tests {
         let (a, b) = (queue_name(&cluster, &pool, "medium"), queue_name(&cluster, &pool, "large"));
         assert_eq!((a.len(), b.len(), template_name(&cluster, &pool).len()), (80, 80, 128));
         assert_ne!(a, b);
+    }
+
+    #[test]
+    fn named_types_are_ordered_at_any_price_and_burstable_ones_only_by_name() {
+        let include = |types: &str| {
+            let types: Vec<_> = types.split(' ').filter(|kind| !kind.is_empty()).map(str::to_owned).collect();
+            let IncludedTypes { any_price, burstable, bare_metal } = included(&types);
+            (any_price, burstable, bare_metal)
+        };
+        for (types, expected) in [
+            ("*", (false, false, false)),
+            ("*.*", (false, false, false)),
+            ("", (false, false, false)),
+            ("c7i.* *", (false, false, false)),
+            ("c7i.*", (true, false, false)),
+            ("m3.large r5.24xlarge", (true, false, false)),
+            ("t3.medium t4g.*", (true, true, false)),
+            ("t3.medium c7i.large", (true, false, false)),
+            ("t*", (true, false, false)),
+            ("trn1.2xlarge", (true, false, false)),
+            ("m5.metal m5.large", (true, false, true)),
+        ] {
+            assert_eq!(include(types), expected, "{types:?}");
+        }
+    }
+
+    #[test]
+    fn an_order_has_all_that_ec2_is_sent() {
+        let needs = Requirements {
+            usage_class: UsageClass::Spot,
+            resource_class: "medium".into(),
+            cpu: 2,
+            memory_mib: 4096,
+            allowed_instance_types: vec!["t3.*".into()],
+            scope: String::new(),
+        };
+        let wanted = Wanted {
+            client_token: "t".into(),
+            attempt: 1,
+            template: &LaunchTemplate { id: "lt-1".into(), version: 2, digest: None },
+            count: 3,
+            usage_class: UsageClass::Spot,
+            subnets: vec![OrderSubnet { id: "subnet-1".into(), zone: "a".into() }],
+            needs: &needs,
+            tags: tags("prod", &PoolKey::new("ci", "linux"), Some(("build", "77"))),
+        };
+        let order = wanted.order(Timestamp::UNIX_EPOCH);
+        let stored: LaunchOrder = serde_json::from_value(serde_json::to_value(&order).unwrap()).unwrap();
+        assert_eq!(stored, order, "as the next leader reads it");
+        assert_eq!(order.allocation_strategy, "price-capacity-optimized");
+        assert!(order.include.any_price && order.include.burstable);
+        let tags: Vec<_> = order.tags.iter().map(|(key, value)| format!("{key}={value}")).collect();
+        let expected = ["InitialRunId=77", "paddock:claim=build", "paddock:cluster=prod", "paddock:pool=ci/linux"];
+        assert_eq!(tags, expected);
     }
 
     #[test]

@@ -21,3 +21,4 @@ pub mod waiting_line;
 pub mod warm;
 pub mod worker_status;
 pub mod workflow_run;
+pub mod zones;

@@ -3,7 +3,7 @@
 use paddock_record::{IdleMessage, Instance};
 
 use super::reuse_scope;
-use crate::api::{Ec2Pool, RunnerClaimSpec, UsageClass};
+use crate::api::{Ec2Pool, ResourceClass, RunnerClaimSpec, UsageClass};
 
 /// What a claim asks of a machine, the pool's defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,6 +35,28 @@ impl Requirements {
                 .unwrap_or_else(|| pool.defaults.allowed_instance_types.clone()),
             scope: reuse_scope::of_claim(claim, namespace, pool.reuse.scope),
         })
+    }
+
+    /// Of machines of this class, with the pool's defaults.
+    pub fn of_class(pool: &Ec2Pool, class: &ResourceClass) -> Self {
+        Self {
+            usage_class: pool.defaults.usage_class,
+            resource_class: class.name.clone(),
+            cpu: class.cpu,
+            memory_mib: class.memory_mib,
+            allowed_instance_types: pool.defaults.allowed_instance_types.clone(),
+            scope: String::new(),
+        }
+    }
+
+    /// Why nothing can be launched where no instance type meets the requirements.
+    pub fn no_instance_type(&self) -> String {
+        let Self { resource_class, cpu, memory_mib, allowed_instance_types, .. } = self;
+        let types = allowed_instance_types.join(", ");
+        format!(
+            "EC2 has no instance type for the image's architecture with at least {cpu} vCPUs and {memory_mib} MiB \
+             (resource class {resource_class}) among {types}: change resourceClasses or allowedInstanceTypes"
+        )
     }
 
     pub fn met_by(&self, message: &IdleMessage) -> bool {

@@ -14,8 +14,10 @@ use paddock_record::Instance;
 
 use super::{
     capacity_memory::{CapacityMemory, LaunchChoice},
+    launch_error::in_words,
     requirements::Requirements,
     reuse_scope,
+    zones::Subnet,
 };
 use crate::api::Ec2Pool;
 
@@ -44,6 +46,8 @@ pub struct Stock<'a> {
     /// Machines that exist or are being launched.
     pub live: u32,
     pub capacity: &'a CapacityMemory,
+    /// The pool's subnets; empty while they are not known.
+    pub subnets: &'a [Subnet],
 }
 
 /// The idle machines that are terminated to make room for a claim's new ones, where it can have its machines.
@@ -121,10 +125,10 @@ impl Stock<'_> {
                 }
             }
             let fallback = self.spec.fallback.spot_to_on_demand;
-            if let LaunchChoice::Wait { until, message } =
-                self.capacity.order(&claim.needs, &self.spec.subnet_ids, fallback, now)
+            if let LaunchChoice::Wait { until, causes } = self.capacity.order(&claim.needs, self.subnets, fallback, now)
+                && !self.subnets.is_empty()
             {
-                return Err(Obstacle::NoCapacity { until, message });
+                return Err(Obstacle::NoCapacity { until, message: in_words(&causes) });
             }
             self.live += new;
             self.live -= excess;
@@ -150,13 +154,15 @@ impl Stock<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use paddock_record::State;
 
     use super::*;
     use crate::{
-        api::{LaunchTemplate, UsageClass},
-        ec2::{launch::Wanted, launch_error::Cause},
-        fixtures::ec2::{at, ec2_claim, pool, record},
+        api::{LaunchTemplate, OrderSubnet, UsageClass},
+        ec2::launch::Wanted,
+        fixtures::ec2::{at, ec2_claim, pool, record, subnets},
     };
 
     const NOW: i64 = 1000;
@@ -187,7 +193,8 @@ mod tests {
     ) -> Vec<Admission> {
         let live = idle.len() as u32 + busy;
         let spec = Ec2Pool { max_instances: live + room, ..pool() };
-        let stock = Stock { spec: &spec, live, idle: idle.iter().collect(), exhausted: false, capacity };
+        let subnets = &subnets();
+        let stock = Stock { spec: &spec, live, idle: idle.iter().collect(), exhausted: false, capacity, subnets };
         let each = admit(line, stock.clone(), at(NOW));
         for youngest in 1..=line.len() {
             assert_eq!(admit_last(&line[..youngest], stock.clone(), at(NOW)), each[youngest - 1], "{youngest}");
@@ -248,12 +255,11 @@ mod tests {
     fn a_claim_without_capacity_takes_no_idle_machine_either() {
         let mut capacity = plenty();
         let (needs, template) = (&claim("a", 1, NOW).needs, &LaunchTemplate::default());
-        let (client_token, subnet_ids, usage_class) = ("t".into(), pool().subnet_ids, needs.usage_class);
+        let (client_token, usage_class) = ("t".into(), needs.usage_class);
+        let (subnets, tags) = (subnets().iter().map(OrderSubnet::from).collect(), BTreeMap::new());
         let order =
-            Wanted { client_token, attempt: 1, template, count: 1, usage_class, subnet_ids, needs }.order(at(NOW));
-        let code = "InsufficientInstanceCapacity".into();
-        let cause = Cause { code, subnet: "subnet-12345678".into(), ..Cause::default() };
-        capacity.note(&order, 0, &[cause], at(NOW));
+            Wanted { client_token, attempt: 1, template, count: 1, usage_class, subnets, needs, tags }.order(at(NOW));
+        capacity.note(&order, 0, &[], at(NOW));
         let line = [claim("a", 2, NOW), claim("b", 1, NOW)];
         let found = admitted(&line, 1, 9, &capacity);
         assert!(matches!(found[0], Err(Obstacle::NoCapacity { .. })), "{found:?}");

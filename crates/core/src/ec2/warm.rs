@@ -9,15 +9,7 @@ use crate::api::Ec2Pool;
 
 /// Requirements of warm machines: the pool's defaults.
 pub fn requirements(pool: &Ec2Pool) -> Option<Requirements> {
-    let class = pool.default_resource_class()?;
-    Some(Requirements {
-        usage_class: pool.defaults.usage_class,
-        resource_class: class.name.clone(),
-        cpu: class.cpu,
-        memory_mib: class.memory_mib,
-        allowed_instance_types: pool.defaults.allowed_instance_types.clone(),
-        scope: String::new(),
-    })
+    pool.default_resource_class().map(|class| Requirements::of_class(pool, class))
 }
 
 /// Whether every claim that asks for the defaults may have the machine.

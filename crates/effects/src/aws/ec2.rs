@@ -1,38 +1,54 @@
 //! EC2: launch templates, fleets and termination.
 
-use std::sync::Arc;
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
 
 use aws_sdk_ec2::{
     Client,
     types::{
-        BurstablePerformance, DefaultTargetCapacityType, Filter, FleetLaunchTemplateConfigRequest,
-        FleetLaunchTemplateOverridesRequest, FleetLaunchTemplateSpecificationRequest, FleetOnDemandAllocationStrategy,
-        FleetType, InstanceRequirementsRequest, InstanceStateName, LaunchTemplateHttpTokensState,
-        LaunchTemplateIamInstanceProfileSpecificationRequest, LaunchTemplateInstanceMetadataOptionsRequest,
-        LaunchTemplateInstanceMetadataTagsState, LaunchTemplateTagSpecificationRequest, MemoryMiBRequest,
-        OnDemandOptionsRequest, RequestLaunchTemplateData, ResourceType, ShutdownBehavior, SpotAllocationStrategy,
-        SpotOptionsRequest, Tag, TagSpecification, TargetCapacitySpecificationRequest, VCpuCountRangeRequest,
+        Filter, InstanceStateName, LaunchTemplateHttpTokensState, LaunchTemplateIamInstanceProfileSpecificationRequest,
+        LaunchTemplateInstanceMetadataOptionsRequest, LaunchTemplateInstanceMetadataTagsState,
+        LaunchTemplateTagSpecificationRequest, RequestLaunchTemplateData, ResourceType, ShutdownBehavior, Tag,
+        TagSpecification,
     },
 };
 use paddock_core::{
-    api::{Ec2Pool, LaunchOrder, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
-    ec2::{launch::TemplateRequest, launch_error::Cause},
+    api::{Ec2Pool, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
+    ec2::{launch::TemplateRequest, launch_error::Cause, zones::Subnet},
     names::PoolKey,
 };
 
 use super::{
     AwsError,
-    instance_types::{Size, Sizes},
-    without_encoded_details, word,
+    instance_types::{Size, Sizes, TypeCounts},
+    word,
 };
+use crate::lock;
 
 /// The state reason of a spot instance that EC2 reclaimed.
 const SPOT_RECLAIMED: &str = "Server.SpotInstanceTermination";
 
+/// How long EC2 may take to show a new version of a launch template.
+const VISIBLE_AFTER: Duration = Duration::from_secs(60);
+
 #[derive(Clone)]
 pub struct Machines {
-    client: Client,
-    sizes: Arc<Sizes>,
+    pub(super) client: Client,
+    pub(super) sizes: Arc<Sizes>,
+    pub(super) type_counts: Arc<TypeCounts>,
+    /// The template versions that were created last, by their template's id.
+    new_versions: Arc<Mutex<HashMap<String, (Instant, LaunchTemplate)>>>,
+}
+
+/// Where a pool's machines are launched, as EC2 describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Site {
+    pub subnets: Vec<Subnet>,
+    /// Of the image.
+    pub architecture: String,
 }
 
 /// An instance that a fleet launched.
@@ -71,11 +87,12 @@ pub struct Described {
 
 impl Machines {
     pub fn new(client: Client) -> Self {
-        Self { client, sizes: Arc::default() }
+        Self { client, sizes: Arc::default(), type_counts: Arc::default(), new_versions: Arc::default() }
     }
 
     /// Creates a template version unless the latest one has the digest of `wanted`.
     pub async fn ensure_template(&self, wanted: &TemplateRequest) -> Result<LaunchTemplate, AwsError> {
+        let is_wanted = |template: &LaunchTemplate| template.digest.as_deref() == Some(&wanted.digest);
         let latest = self
             .client
             .describe_launch_template_versions()
@@ -86,9 +103,7 @@ impl Machines {
             .map_err(word("DescribeLaunchTemplateVersions"));
         let versions = match latest {
             Ok(answer) => answer.launch_template_versions.unwrap_or_default(),
-            Err(error) if error.code().is_some_and(|code| code.starts_with("InvalidLaunchTemplateName.NotFound")) => {
-                Vec::new()
-            }
+            Err(error) if error.is_template_gone() => Vec::new(),
             Err(error) => return Err(error),
         };
         let existing = versions.first().map(|version| LaunchTemplate {
@@ -97,18 +112,11 @@ impl Machines {
             digest: version.version_description.clone(),
         });
         match existing {
-            Some(existing) if existing.digest.as_deref() == Some(&wanted.digest) => Ok(existing),
-            Some(existing) => {
-                let create = self.client.create_launch_template_version().launch_template_id(&existing.id);
-                let create = create.version_description(&wanted.digest).launch_template_data(template_data(wanted));
-                let answer = create.send().await.map_err(word("CreateLaunchTemplateVersion"))?;
-                let version = answer.launch_template_version.and_then(|version| version.version_number);
-                Ok(LaunchTemplate {
-                    version: version.unwrap_or(existing.version + 1),
-                    digest: Some(wanted.digest.clone()),
-                    ..existing
-                })
-            }
+            Some(existing) if is_wanted(&existing) => Ok(existing),
+            Some(existing) => match self.new_version(&existing).filter(is_wanted) {
+                Some(new) => Ok(new),
+                None => self.add_template_version(wanted, existing).await,
+            },
             None => {
                 let create = self.client.create_launch_template().launch_template_name(&wanted.name);
                 let create = create
@@ -126,6 +134,28 @@ impl Machines {
         }
     }
 
+    async fn add_template_version(
+        &self,
+        wanted: &TemplateRequest,
+        existing: LaunchTemplate,
+    ) -> Result<LaunchTemplate, AwsError> {
+        let create = self.client.create_launch_template_version().launch_template_id(&existing.id);
+        let create = create.version_description(&wanted.digest).launch_template_data(template_data(wanted));
+        let answer = create.send().await.map_err(word("CreateLaunchTemplateVersion"))?;
+        let version = answer.launch_template_version.and_then(|version| version.version_number);
+        let (version, digest) = (version.unwrap_or(existing.version + 1), Some(wanted.digest.clone()));
+        let new = LaunchTemplate { version, digest, ..existing };
+        lock(&self.new_versions).insert(new.id.clone(), (Instant::now(), new.clone()));
+        Ok(new)
+    }
+
+    /// A version that was created a moment ago, and that EC2 may not show yet.
+    fn new_version(&self, latest: &LaunchTemplate) -> Option<LaunchTemplate> {
+        let mut versions = lock(&self.new_versions);
+        versions.retain(|_, (at, _)| at.elapsed() < VISIBLE_AFTER);
+        versions.get(&latest.id).map(|(_, new)| new.clone()).filter(|new| new.version > latest.version)
+    }
+
     pub async fn remove_template(&self, name: &str) -> Result<(), AwsError> {
         let delete = self.client.delete_launch_template().launch_template_name(name).send().await;
         match delete.map_err(word("DeleteLaunchTemplate")) {
@@ -134,106 +164,26 @@ impl Machines {
         }
     }
 
-    /// Checks that the subnets, image and security groups of a pool exist.
-    pub async fn check(&self, pool: &Ec2Pool) -> Result<(), AwsError> {
+    /// Checks that the subnets, image and security groups of a pool exist, and describes where machines are launched.
+    pub async fn check(&self, pool: &Ec2Pool) -> Result<Site, AwsError> {
         let subnets = self.client.describe_subnets().set_subnet_ids(Some(pool.subnet_ids.clone())).send();
         let images = self.client.describe_images().image_ids(&pool.ami_id).send();
         let groups = self.client.describe_security_groups();
         let groups = groups.set_group_ids(Some(pool.security_group_ids.clone())).send();
         let (subnets, images, groups) = tokio::join!(subnets, images, groups);
-        subnets.map_err(word("DescribeSubnets"))?;
+        let subnets = subnets.map_err(word("DescribeSubnets"))?.subnets.unwrap_or_default();
         let images = images.map_err(word("DescribeImages"))?.images.unwrap_or_default();
         groups.map_err(word("DescribeSecurityGroups"))?;
-        if images.is_empty() {
+        let Some(image) = images.into_iter().next() else {
             // EC2 does not list images that are not shared with the account.
             let (call, code) = ("DescribeImages", "InvalidAMIID.NotFound".to_owned());
             let message = format!("the image {} is not there, or not for this account", pool.ami_id);
             return Err(AwsError::Refused { call, code, message });
-        }
-        Ok(())
-    }
-
-    /// Requests a fleet. The client token makes the call idempotent, so it can be repeated after a lost response.
-    pub async fn create_fleet(
-        &self,
-        order: &LaunchOrder,
-        instance_tags: &[(String, String)],
-    ) -> Result<FleetOutcome, AwsError> {
-        let count = i32::try_from(order.requested).unwrap_or(i32::MAX);
-        let requirements = InstanceRequirementsRequest::builder()
-            .v_cpu_count(VCpuCountRangeRequest::builder().min(to_i32(order.cpu)).build())
-            .memory_mib(MemoryMiBRequest::builder().min(to_i32(order.memory_mib)).build())
-            .set_allowed_instance_types(Some(order.allowed_instance_types.clone()))
-            .burstable_performance(BurstablePerformance::Excluded)
-            .build();
-        let overrides = order.subnet_ids.iter().map(|subnet| {
-            FleetLaunchTemplateOverridesRequest::builder()
-                .subnet_id(subnet)
-                .instance_requirements(requirements.clone())
-                .build()
-        });
-        let template = FleetLaunchTemplateSpecificationRequest::builder()
-            .launch_template_id(&order.launch_template.id)
-            .version(order.launch_template.version.to_string())
-            .build();
-        let config = FleetLaunchTemplateConfigRequest::builder()
-            .launch_template_specification(template)
-            .set_overrides(Some(overrides.collect()))
-            .build();
-        let (kind, on_demand, spot) = match order.usage_class {
-            UsageClass::OnDemand => (DefaultTargetCapacityType::OnDemand, count, 0),
-            UsageClass::Spot => (DefaultTargetCapacityType::Spot, 0, count),
         };
-        let capacity = TargetCapacitySpecificationRequest::builder()
-            .total_target_capacity(count)
-            .on_demand_target_capacity(on_demand)
-            .spot_target_capacity(spot)
-            .default_target_capacity_type(kind)
-            .build();
-        let on_demand_options =
-            OnDemandOptionsRequest::builder().allocation_strategy(FleetOnDemandAllocationStrategy::LowestPrice).build();
-        let spot_options =
-            SpotOptionsRequest::builder().allocation_strategy(SpotAllocationStrategy::PriceCapacityOptimized).build();
-        let answer = self
-            .client
-            .create_fleet()
-            .r#type(FleetType::Instant)
-            .client_token(&order.client_token)
-            .launch_template_configs(config)
-            .target_capacity_specification(capacity)
-            .on_demand_options(on_demand_options)
-            .spot_options(spot_options)
-            .tag_specifications(tags(ResourceType::Instance, instance_tags))
-            .send()
-            .await
-            .map_err(word("CreateFleet"))?;
-        let mut launched = Vec::new();
-        for group in answer.instances.unwrap_or_default() {
-            let chosen = group.launch_template_and_overrides.and_then(|chosen| chosen.overrides);
-            let zone = chosen.and_then(|chosen| chosen.availability_zone).unwrap_or_default();
-            let instance_type = group.instance_type.map(|kind| kind.as_str().to_owned()).unwrap_or_default();
-            for id in group.instance_ids.unwrap_or_default() {
-                let (instance_type, zone) = (instance_type.clone(), zone.clone());
-                launched.push(Launched { id, instance_type, zone, usage_class: order.usage_class, size: None });
-            }
-        }
-        let kinds = launched.iter().map(|launched| launched.instance_type.clone()).collect();
-        let sizes = self.sizes.of(&self.client, &kinds).await;
-        launched.iter_mut().for_each(|launched| launched.size = sizes.get(&launched.instance_type).copied());
-        let causes = answer.errors.unwrap_or_default().into_iter().map(|error| {
-            let chosen = error.launch_template_and_overrides.and_then(|chosen| chosen.overrides);
-            let (subnet, zone, kind) = chosen.map_or((None, None, None), |chosen| {
-                (chosen.subnet_id, chosen.availability_zone, chosen.instance_type)
-            });
-            Cause {
-                code: error.error_code.unwrap_or_default(),
-                message: without_encoded_details(&error.error_message.unwrap_or_default()).to_owned(),
-                subnet: subnet.unwrap_or_default(),
-                zone: zone.unwrap_or_default(),
-                instance_type: kind.map(|kind| kind.as_str().to_owned()).unwrap_or_default(),
-            }
-        });
-        Ok(FleetOutcome { fleet_id: answer.fleet_id.unwrap_or_default(), launched, causes: causes.collect() })
+        Ok(Site {
+            subnets: subnets.into_iter().filter_map(described_subnet).collect(),
+            architecture: image.architecture.map_or_else(|| "x86_64".to_owned(), |it| it.as_str().to_owned()),
+        })
     }
 
     /// Lists every instance with the tags of a cluster's pool.
@@ -306,6 +256,14 @@ fn described(instance: aws_sdk_ec2::types::Instance) -> Option<Described> {
     })
 }
 
+fn described_subnet(subnet: aws_sdk_ec2::types::Subnet) -> Option<Subnet> {
+    Some(Subnet {
+        id: subnet.subnet_id?,
+        zone: subnet.availability_zone?,
+        free_addresses: subnet.available_ip_address_count.and_then(|count| u32::try_from(count).ok()).unwrap_or(0),
+    })
+}
+
 fn template_data(wanted: &TemplateRequest) -> RequestLaunchTemplateData {
     let profile = LaunchTemplateIamInstanceProfileSpecificationRequest::builder();
     let profile = if wanted.instance_profile.starts_with("arn:") {
@@ -342,6 +300,6 @@ fn tag_list(tags: &[(String, String)]) -> Vec<Tag> {
     tags.iter().map(|(name, value)| Tag::builder().key(name).value(value).build()).collect()
 }
 
-fn to_i32(number: u32) -> i32 {
-    i32::try_from(number).unwrap_or(i32::MAX)
-}
+#[cfg(test)]
+#[path = "ec2_tests.rs"]
+mod tests;

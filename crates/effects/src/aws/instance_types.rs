@@ -1,5 +1,5 @@
-//! The sizes of instance types. EC2's answer to a launch names the type alone, and a machine may be larger than what it
-//! was ordered for.
+//! Instance types: their sizes, because EC2's answer to a launch names the type alone and a machine may be larger than what
+//! it was ordered for; and how many of them meet requirements.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -7,13 +7,22 @@ use std::{
     time::Duration,
 };
 
-use aws_sdk_ec2::{Client, types::InstanceType};
+use aws_sdk_ec2::{
+    Client,
+    types::{ArchitectureType, InstanceType, VirtualizationType},
+};
+use paddock_core::ec2::{launch::included, requirements::Requirements};
 
-use super::{AwsError, word};
-use crate::lock;
+use super::{AwsError, ec2::Machines, fleet::requirements, word};
+use crate::{cache::ExpiringCache, lock};
 
 /// The records of launched machines wait for the answer, so it must not take as long as other calls may.
 const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long a count of types is taken for true: EC2 has new types a few times a year.
+const COUNT_MEMORY: Duration = Duration::from_mins(10);
+/// The most counts that are remembered.
+const COUNTS: usize = 1000;
 
 /// The most types that EC2 describes in one call. A fleet is of far fewer.
 const TYPES_PER_CALL: usize = 100;
@@ -57,4 +66,42 @@ async fn describe(client: &Client, kinds: &[String]) -> Result<Vec<(String, Size
         Some((info.instance_type?.as_str().to_owned(), Size { cpu, memory_mib }))
     };
     Ok(answer.instance_types.unwrap_or_default().into_iter().filter_map(size).collect())
+}
+
+/// Types that are counted: architecture, vCPUs, memory in MiB, allowed types.
+type Counted = (String, u32, u32, Vec<String>);
+
+/// How many types EC2 has found.
+pub struct TypeCounts(ExpiringCache<Counted, u32>);
+
+impl Default for TypeCounts {
+    fn default() -> Self {
+        Self(ExpiringCache::new(COUNTS))
+    }
+}
+
+impl Machines {
+    /// How many instance types of this architecture meet `needs`, whatever they cost.
+    pub async fn count_types(&self, architecture: &str, needs: &Requirements) -> Result<u32, AwsError> {
+        let Requirements { cpu, memory_mib, allowed_instance_types, .. } = needs;
+        let key = (architecture.to_owned(), *cpu, *memory_mib, allowed_instance_types.clone());
+        let fetch = async {
+            let include = included(allowed_instance_types);
+            let mut pages = self
+                .client
+                .get_instance_types_from_instance_requirements()
+                .architecture_types(ArchitectureType::from(architecture))
+                .virtualization_types(VirtualizationType::Hvm)
+                .instance_requirements(requirements(*cpu, *memory_mib, allowed_instance_types, include).build())
+                .into_paginator()
+                .send();
+            let mut count = 0;
+            while let Some(page) = pages.next().await {
+                let page = page.map_err(word("GetInstanceTypesFromInstanceRequirements"))?;
+                count += page.instance_types.unwrap_or_default().len() as u32;
+            }
+            Ok((count, COUNT_MEMORY))
+        };
+        self.type_counts.0.get_or_fetch(key, Box::pin(fetch)).await
+    }
 }

@@ -2,6 +2,9 @@
 
 pub mod dynamodb;
 pub mod ec2;
+#[cfg(test)]
+mod ec2_stand_in;
+mod fleet;
 pub mod instance_types;
 pub mod reports;
 pub mod sqs;
@@ -10,13 +13,14 @@ use std::time::Duration;
 
 use aws_config::{BehaviorVersion, SdkConfig, retry::RetryConfig, timeout::TimeoutConfig};
 use aws_sdk_dynamodb::error::{ProvideErrorMetadata, SdkError};
+use paddock_core::ec2::launch_error::{Kind, hint, separated};
 
 use crate::{
     clock::{CorrectedTime, DateInterceptor},
     fence::{Fence, FenceInterceptor},
 };
 
-/// Timeout of one attempt, after which the call is retried. `CreateFleet`, the slowest call, answers within seconds.
+/// Timeout of one attempt, after which the call is retried. `CreateFleet`, the slowest call, has its own.
 const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(15);
 /// Timeout of all attempts together. After that the reconciler reports the error and requeues.
 const CALL_TIMEOUT: Duration = Duration::from_secs(45);
@@ -61,29 +65,27 @@ impl Clients {
     }
 }
 
-/// A table or queue that is missing. A queue that was just deleted cannot be created for 60 s.
-const REPAIRED_BY_POOL: [&str; 4] = [
-    "ResourceNotFoundException",
-    "QueueDoesNotExist",
-    "AWS.SimpleQueueService.NonExistentQueue",
-    "AWS.SimpleQueueService.QueueDeletedRecently",
-];
+/// A table or queue that is missing.
+const REPAIRED_BY_POOL: [&str; 3] =
+    ["ResourceNotFoundException", "QueueDoesNotExist", "AWS.SimpleQueueService.NonExistentQueue"];
 
 /// An AWS error, by what the caller can do about it.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum AwsError {
-    #[error("AWS refuses {call}: {message}. Grant the operator's role this action (docs/iam)")]
-    Denied { call: &'static str, message: String },
+    #[error("AWS refuses {call}: {code}: {message}; {}", hint(code, message, call))]
+    Denied { call: &'static str, code: String, message: String },
     #[error("AWS throttles {call}: {message}")]
     Throttled { call: &'static str, message: String },
-    #[error("AWS does not accept {call}: {code}: {message}")]
+    #[error("AWS cannot do {call} yet: {code}: {message}; {}", hint(code, message, call))]
+    NotYet { call: &'static str, code: String, message: String },
+    #[error("AWS does not accept {call}: {code}: {message}{}", separated("; ", &hint(code, message, call)))]
     Refused { call: &'static str, code: String, message: String },
     #[error("AWS cannot be reached for {call}: {message}")]
     Unreachable { call: &'static str, message: String },
 }
 
 impl AwsError {
-    /// Whether a launch template, or its version, does not exist.
+    /// Whether a launch template, or its version, does not exist or is not visible yet.
     pub fn is_template_gone(&self) -> bool {
         self.code().is_some_and(|code| code.starts_with("InvalidLaunchTemplate") && code.contains("NotFound"))
     }
@@ -91,16 +93,16 @@ impl AwsError {
     /// Whether the same call may succeed later: after an outage, or when the pool has repaired its table or queue.
     pub fn is_transient(&self) -> bool {
         match self {
-            Self::Throttled { .. } | Self::Unreachable { .. } => true,
+            Self::Throttled { .. } | Self::NotYet { .. } | Self::Unreachable { .. } => true,
             Self::Refused { code, .. } => REPAIRED_BY_POOL.contains(&code.as_str()),
             Self::Denied { .. } => false,
         }
     }
 
-    /// The AWS error code of a [`Self::Refused`] call.
+    /// The AWS error code of a call that would have to be another one, or come later.
     pub fn code(&self) -> Option<&str> {
         match self {
-            Self::Refused { code, .. } => Some(code),
+            Self::Refused { code, .. } | Self::NotYet { code, .. } => Some(code),
             Self::Denied { .. } | Self::Throttled { .. } | Self::Unreachable { .. } => None,
         }
     }
@@ -132,27 +134,59 @@ pub fn without_encoded_details(message: &str) -> &str {
 }
 
 fn classify(call: &'static str, code: String, message: String) -> AwsError {
-    match code.as_str() {
-        "UnauthorizedOperation"
-        | "AccessDenied"
-        | "AccessDeniedException"
-        | "AuthFailure"
-        | "UnrecognizedClientException"
-        | "InvalidClientTokenId" => AwsError::Denied { call, message: format!("{code}: {message}") },
-        "RequestLimitExceeded"
-        | "Throttling"
-        | "ThrottlingException"
-        | "RequestThrottled"
-        // Concurrent writes to one record: a retry sees their result.
-        | "TransactionCanceledException"
-        | "TransactionConflictException"
-        | "ProvisionedThroughputExceededException"
-        | "TooManyRequestsException" => AwsError::Throttled { call, message: format!("{code}: {message}") },
-        // Credentials that have expired are renewed.
-        "InternalError" | "InternalServerError" | "InternalFailure" | "ServiceUnavailable" | "Unavailable"
-        | "ExpiredToken" | "ExpiredTokenException" | "RequestExpired" => {
-            AwsError::Unreachable { call, message: format!("{code}: {message}") }
+    match Kind::of(&code) {
+        Kind::Denied => AwsError::Denied { call, code, message },
+        Kind::Throttled => AwsError::Throttled { call, message: format!("{code}: {message}") },
+        Kind::Unavailable => AwsError::Unreachable { call, message: format!("{code}: {message}") },
+        Kind::NotYet => AwsError::NotYet { call, code, message },
+        Kind::Capacity | Kind::Spec => AwsError::Refused { call, code, message },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_says_what_to_do() {
+        let said = |code: &str, message: &str| classify("CreateFleet", code.into(), message.into()).to_string();
+        for (code, message, words) in [
+            (
+                "UnauthorizedOperation",
+                "User: arn:aws:iam::1:role/p is not authorized to perform: ec2:RunInstances on resource: *",
+                "grant the operator's role ec2:RunInstances (docs/iam)",
+            ),
+            ("UnauthorizedOperation", "You are not authorized.", "ec2:RunInstances, ec2:CreateTags and iam:PassRole"),
+            (
+                "AuthFailure.ServiceLinkedRoleCreationNotPermitted",
+                "The provided credentials do not have permission.",
+                "create-service-linked-role --aws-service-name spot.amazonaws.com",
+            ),
+            ("AWS.SimpleQueueService.QueueDeletedRecently", "Wait.", "60 s after its deletion"),
+            ("InvalidSubnetID.NotFound", "No.", "check spec.ec2.subnetIds"),
+        ] {
+            assert!(said(code, message).contains(words), "{}", said(code, message));
         }
-        _ => AwsError::Refused { call, code, message },
+        assert_eq!(said("InvalidFleetConfig", "No."), "AWS does not accept CreateFleet: InvalidFleetConfig: No.");
+    }
+
+    #[test]
+    fn what_passes_by_itself_is_transient() {
+        let is_transient = |code: &str| classify("CreateFleet", code.into(), String::new()).is_transient();
+        for code in [
+            "RequestLimitExceeded",
+            "InternalError",
+            "ExpiredToken",
+            "QueueDeletedRecently",
+            "InvalidLaunchTemplateName.AlreadyExistsException",
+            "InvalidLaunchTemplateId.VersionNotFound",
+        ] {
+            assert!(is_transient(code), "{code}");
+        }
+        for code in
+            ["UnauthorizedOperation", "AuthFailure.ServiceLinkedRoleCreationNotPermitted", "InvalidAMIID.NotFound"]
+        {
+            assert!(!is_transient(code), "{code}");
+        }
     }
 }

@@ -3,10 +3,10 @@
 use jiff::Timestamp;
 use kube::runtime::events::EventType;
 use paddock_core::{
-    api::{Ec2Pool, FailureReason, LaunchOrder, TAG_CLAIM, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL},
+    api::{Ec2Pool, FailureReason, LaunchOrder},
     ec2::{
         claim::{Applied, ClaimAction, FailedMachine, Supply},
-        launch_error::launch_problem,
+        launch_error::{Kind, launch_problem},
         machine::{Machine, MachineCheck, check},
     },
 };
@@ -32,6 +32,7 @@ impl Work {
         let Some(supply) = view.supply() else { return Ok(Applied::Incomplete) };
         match action {
             ClaimAction::Select(count) => self.select(supply, *count).await,
+            ClaimAction::LookUpOffer => Ok(self.look_up_offer(supply).await),
             ClaimAction::PlaceOrder(order) => Ok(self.reserve_room(supply, order, 0)),
             ClaimAction::MakeRoom { order, terminate } => self.make_room(supply, order, terminate).await,
             ClaimAction::SendOrder(order) => self.send_order(supply, order).await,
@@ -129,6 +130,16 @@ impl Work {
         Ok(())
     }
 
+    async fn look_up_offer(&mut self, supply: &Supply<'_>) -> Applied {
+        match self.context.offer(&self.pool_key(), supply.spec, &supply.needs).await {
+            Ok(offer) => {
+                self.offer = Some(offer);
+                Applied::Done
+            }
+            Err(error) => Applied::NoOffer(error.to_string()),
+        }
+    }
+
     /// Reserves room, that of `ending` machines included; the order itself is written with the status.
     fn reserve_room(&mut self, supply: &Supply<'_>, order: &LaunchOrder, ending: usize) -> Applied {
         let (key, count) = (self.pool_key(), order.requested);
@@ -170,7 +181,11 @@ impl Work {
 
     /// Sends the persisted order to EC2 and creates the records of its instances.
     async fn send_order(&mut self, supply: &Supply<'_>, order: &LaunchOrder) -> Result<Applied, Error> {
-        let outcome = match self.context.machines.create_fleet(order, &self.tags()).await {
+        if self.offer.is_none() {
+            // Of an order that this leader has found.
+            self.look_up_offer(supply).await;
+        }
+        let outcome = match self.context.machines.create_fleet(order).await {
             Ok(outcome) => outcome,
             Err(error) if error.is_template_gone() => {
                 self.context.pools.prepare_again(&self.pool_key());
@@ -180,7 +195,7 @@ impl Work {
                 self.context.note_launch_outcome(self.pool.as_deref(), Some(aws_problem(error.clone())));
                 return Ok(Applied::Refused(error.to_string()));
             }
-            Err(error @ (AwsError::Throttled { .. } | AwsError::Unreachable { .. })) => return Err(error.into()),
+            Err(error) => return Err(error.into()),
         };
         let now = clock::now();
         self.create_records(supply, &outcome, now).await?;
@@ -192,6 +207,9 @@ impl Work {
             self.room = None;
             return Ok(Applied::Launched { fleet_id: outcome.fleet_id, instance_ids });
         }
+        if outcome.causes.iter().any(|cause| cause.kind() == Kind::NotYet) {
+            self.context.pools.prepare_again(&self.pool_key());
+        }
         if let Some(problem) = launch_problem(&outcome.causes) {
             self.context.note_launch_outcome(self.pool.as_deref(), Some(problem));
         }
@@ -202,21 +220,14 @@ impl Work {
         if let Some(room) = &mut self.room {
             room.pass_to(&order.client_token);
         }
+        let paid_otherwise = self.status.fleet.as_ref().is_some_and(|last| last.usage_class != order.usage_class);
         for id in terminate {
-            let why = "EC2 did not have the rest of its fleet as spot machines";
+            let why = "EC2 did not have the rest of its fleet";
             self.context.end_instance(id, FailureReason::CreationAborted, why).await?;
         }
-        self.event(EventType::Warning, "FellBack", message.to_owned());
+        let reason = if paid_otherwise { "FellBack" } else { "AsksOtherZones" };
+        self.event(EventType::Warning, reason, message.to_owned());
         Ok(Applied::Done)
-    }
-
-    fn tags(&self) -> [(String, String); 4] {
-        [
-            (TAG_CLUSTER.into(), self.context.shared.settings.cluster_name.clone()),
-            (TAG_POOL.into(), self.pool_key().to_string()),
-            (TAG_CLAIM.into(), self.name.clone()),
-            (TAG_INITIAL_RUN_ID.into(), self.claim.spec.run_id.clone()),
-        ]
     }
 
     async fn create_records(

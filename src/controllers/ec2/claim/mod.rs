@@ -19,7 +19,7 @@ use paddock_core::{
     demand::job_facts::JobFacts,
     ec2::{
         capacity_memory::CapacityMemory,
-        claim::{AGENT_CHECK_PERIOD, Applied, ClaimAction, ClaimFacts, PoolView, claim_ref, decide, next},
+        claim::{AGENT_CHECK_PERIOD, Applied, ClaimAction, ClaimFacts, Offer, PoolView, claim_ref, decide, next},
         claim_status,
         machine::Machine,
         waiting_line::Admission,
@@ -126,6 +126,8 @@ struct Work {
     status: RunnerClaimStatus,
     last: Applied,
     pool_exhausted: bool,
+    /// What EC2 offers; asked only before something is ordered.
+    offer: Option<Offer>,
     /// Held from the order until the records of its machines count instead.
     room: Option<Reservation>,
     /// Held while the claim acquires machines.
@@ -154,6 +156,7 @@ impl Work {
             pool,
             last: Applied::default(),
             pool_exhausted: false,
+            offer: None,
             room: None,
             urgent: None,
             turn: None,
@@ -195,6 +198,8 @@ impl Work {
             machines: &observed.machines,
             admission: &observed.admission,
             capacity: &observed.capacity,
+            offer: self.offer.as_ref(),
+            cluster: &self.context.shared.settings.cluster_name,
             pool_exhausted: self.pool_exhausted,
             run_completed: observed.run_completed,
             last: &self.last,
@@ -240,6 +245,7 @@ impl Work {
             }
             ClaimAction::Finalize => self.finalize().await,
             ClaimAction::Select(_)
+            | ClaimAction::LookUpOffer
             | ClaimAction::PlaceOrder(_)
             | ClaimAction::MakeRoom { .. }
             | ClaimAction::SendOrder(_)

@@ -10,13 +10,16 @@ use futures::StreamExt;
 use jiff::SignedDuration;
 use kube::runtime::{controller::Controller, events::EventType};
 use paddock_core::{
-    api::{CLOCK_SKEW, Ec2Pool, FailureReason, Hardware, PoolReason, Queue, READY, RunnerPool, RunnerPoolStatus},
+    api::{
+        CLOCK_SKEW, ClassTypes, Ec2Pool, FailureReason, Hardware, PoolReason, Queue, READY, RunnerPool,
+        RunnerPoolStatus,
+    },
     clock_skew::{SkewedClock, Skews},
     ec2::{
         launch::{queue_name, template, template_name},
-        launch_error::hint,
         machine::Machine,
         pool_status::{self, PoolProblem},
+        requirements::Requirements,
         user_data::user_data,
     },
     names::PoolKey,
@@ -130,10 +133,10 @@ pub fn aws_problem(error: AwsError) -> PoolProblem {
     let reason = match error {
         AwsError::Denied { .. } => PoolReason::AwsDenied,
         AwsError::Throttled { .. } | AwsError::Unreachable { .. } => PoolReason::AwsUnavailable,
+        AwsError::NotYet { .. } => PoolReason::Preparing,
         AwsError::Refused { .. } => PoolReason::InvalidSpec,
     };
-    let hint = error.code().map_or("", hint);
-    (reason, if hint.is_empty() { error.to_string() } else { format!("{error}; {hint}") })
+    (reason, error.to_string())
 }
 
 /// Creates or repairs the table, the queues and the launch template.
@@ -155,7 +158,8 @@ async fn prepare(
         queues.push(Queue { resource_class: class.name.clone(), url });
     }
     new.queues = queues;
-    context.machines.check(ec2).await.map_err(aws_problem)?;
+    let site = context.machines.check(ec2).await.map_err(aws_problem)?;
+    context.pools.note_site(&key, site.clone());
     let config = AgentConfig {
         pre_runner_script: ec2.pre_runner_script.clone().unwrap_or_default(),
         scrub_script: ec2.reuse.scrub_script.clone(),
@@ -166,6 +170,13 @@ async fn prepare(
         .map_err(|error| (PoolReason::UserDataTooLarge, error.to_string()))?;
     let wanted = template(cluster, &key, ec2, BASE64_STANDARD.encode(script));
     new.launch_template = Some(context.machines.ensure_template(&wanted).await.map_err(aws_problem)?);
+    let mut classes = Vec::new();
+    for class in &ec2.resource_classes {
+        let needs = Requirements::of_class(ec2, class);
+        let counted = context.machines.count_types(&site.architecture, &needs).await;
+        classes.push(ClassTypes { name: class.name.clone(), instance_types: counted.map_err(aws_problem)? });
+    }
+    new.classes = classes;
     Ok(())
 }
 

@@ -1,14 +1,14 @@
 //! Creates the warm machines of `minIdle`.
 
-use std::{borrow::Cow, time::Duration};
+use std::{borrow::Cow, sync::Arc, time::Duration};
 
 use kube::ResourceExt;
 use paddock_core::{
-    api::{Ec2Pool, LaunchOrder, PoolReason, RunnerPool, RunnerPoolStatus, TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL},
+    api::{Ec2Pool, LaunchOrder, PoolReason, RunnerPool, RunnerPoolStatus},
     ec2::{
         capacity_memory::{LaunchChoice, with_retry},
-        launch::{Wanted, client_token},
-        launch_error::{in_words, launch_problem},
+        launch::{Wanted, client_token, tags},
+        launch_error::{Kind, in_words, launch_problem, passing_problem},
         pool_status::PoolProblem,
         requirements::Requirements,
         warm,
@@ -16,8 +16,9 @@ use paddock_core::{
     names::PoolKey,
 };
 use paddock_effects::{aws::AwsError, clock, kube::objects};
+use tokio_util::sync::CancellationToken;
 
-use super::aws_problem;
+use super::{aws_problem, upkeep::keep_up};
 use crate::controllers::{
     Error,
     ec2::{Ec2Context, launch_room::Reservation},
@@ -26,13 +27,16 @@ use crate::controllers::{
 /// How long `minIdle` waits after a failed launch, unless the pool is edited.
 const RELAUNCH_DELAY: Duration = Duration::from_secs(60);
 
+/// How often the pool is kept up while EC2 carries out an order.
+const UPKEEP_PERIOD: Duration = Duration::from_secs(1);
+
 /// Machines in one order: EC2 answers when all are launched, which must not exceed the call timeout.
 const MAX_ORDER_SIZE: u32 = 100;
 
 /// Creates machines until `minIdle` of them are idle or starting. An order is in the pool's status before it is sent
 /// and until its machines have records, so that the next leader sends the same one. Returns what keeps it from doing so.
 pub(super) async fn keep_warm(
-    context: &Ec2Context,
+    context: &Arc<Ec2Context>,
     pool: &mut Cow<'_, RunnerPool>,
     ec2: &Ec2Pool,
     key: &PoolKey,
@@ -60,7 +64,21 @@ pub(super) async fn keep_warm(
             (order, Some(room))
         }
     };
-    Ok(send_order(context, pool, ec2, key, &order, new).await.err())
+    let (pool, queues, answered) = (pool.as_ref(), new.queues.clone(), CancellationToken::new());
+    let send = async {
+        let outcome = send_order(context, pool, ec2, key, &order, new).await;
+        answered.cancel();
+        outcome
+    };
+    // EC2 takes a while for a large order, and machines expire and return meanwhile.
+    let upkeep = async {
+        while answered.run_until_cancelled(tokio::time::sleep(UPKEEP_PERIOD)).await.is_some() {
+            if let Err((_, why)) = keep_up(context, pool, ec2, key, &queues).await {
+                tracing::warn!(pool = %key, why, "upkeep failed while machines are launched");
+            }
+        }
+    };
+    Ok(tokio::join!(send, upkeep).0.err())
 }
 
 /// An order for the missing machines, if there is capacity and a launch template.
@@ -88,10 +106,18 @@ fn wanted(
     let (token, limits) =
         (client_token(&format!("{}{now}", pool.uid().unwrap_or_default()), 0), context.limits(key, ec2.max_instances));
     let Some(room) = context.launch_room.reserve(key, &token, &limits, 1, missing.min(most)) else { return Ok(None) };
-    let subnet_ids = match context.capacity_memory().order(&needs, &ec2.subnet_ids, false, now) {
-        LaunchChoice::Ask { subnet_ids, .. } => subnet_ids,
-        LaunchChoice::Wait { until, message } => {
-            return Err((PoolReason::InsufficientCapacity, with_retry(&message, until)));
+    if new.classes.iter().any(|class| class.name == needs.resource_class && class.instance_types == 0) {
+        return Err((PoolReason::InvalidSpec, needs.no_instance_type()));
+    }
+    let subnets = context.pools.subnets(key, ec2);
+    if subnets.is_empty() {
+        context.pools.prepare_again(key);
+        return Ok(None);
+    }
+    let subnets = match context.capacity_memory().order(&needs, &subnets, false, now) {
+        LaunchChoice::Ask { subnets, .. } => subnets,
+        LaunchChoice::Wait { until, causes } => {
+            return Err((PoolReason::InsufficientCapacity, with_retry(&in_words(&causes), until)));
         }
     };
     let wanted = Wanted {
@@ -100,8 +126,9 @@ fn wanted(
         template,
         count: room.count(),
         usage_class: needs.usage_class,
-        subnet_ids,
+        subnets,
         needs: &needs,
+        tags: tags(&context.shared.settings.cluster_name, key, None),
     };
     Ok(Some((wanted.order(now), room)))
 }
@@ -115,13 +142,14 @@ async fn send_order(
     order: &LaunchOrder,
     new: &mut RunnerPoolStatus,
 ) -> Result<(), PoolProblem> {
-    let tags = [
-        (TAG_CLUSTER.into(), context.shared.settings.cluster_name.clone()),
-        (TAG_POOL.into(), key.to_string()),
-        (TAG_INITIAL_RUN_ID.into(), String::new()),
-    ];
-    let outcome = match context.machines.create_fleet(order, &tags).await {
+    let outcome = match context.machines.create_fleet(order).await {
         Ok(outcome) => outcome,
+        Err(error) if error.is_template_gone() => {
+            context.pools.prepare_again(key);
+            // An order with the pool's template is repeated until EC2 shows it.
+            new.fleet = new.fleet.take().filter(|_| new.launch_template.as_ref() == Some(&order.launch_template));
+            return Err(aws_problem(error));
+        }
         Err(error @ (AwsError::Refused { .. } | AwsError::Denied { .. })) => {
             new.fleet = None;
             let problem = aws_problem(error);
@@ -145,13 +173,24 @@ async fn send_order(
     context.pools.note_warm_launch(key);
     new.fleet = None;
     context.capacity_memory().note(order, outcome.launched.len(), &outcome.causes, now);
-    let problem = launch_problem(&outcome.causes).filter(|_| outcome.launched.is_empty());
+    if outcome.causes.iter().any(|cause| cause.kind() == Kind::NotYet) {
+        context.pools.prepare_again(key);
+    }
+    let problem = launch_problem(&outcome.causes).or_else(|| passing_problem(&outcome.causes));
+    let problem = problem.filter(|_| outcome.launched.is_empty());
     context.note_launch_outcome(Some(pool), problem.clone());
     match problem {
         Some(problem) => Err(problem),
         None if outcome.launched.is_empty() => {
-            let (count, causes) = (order.requested, in_words(&outcome.causes));
-            Err((PoolReason::InsufficientCapacity, format!("EC2 gave none of {count} warm machines: {causes}")))
+            let subnets = context.pools.subnets(key, ec2);
+            match context.capacity_memory().order(&needs, &subnets, false, now) {
+                // Other zones are asked next.
+                LaunchChoice::Ask { .. } => Ok(()),
+                LaunchChoice::Wait { causes, .. } => {
+                    let (count, causes) = (order.requested, in_words(&causes));
+                    Err((PoolReason::InsufficientCapacity, format!("EC2 gave none of {count} warm machines: {causes}")))
+                }
+            }
         }
         None => Ok(()),
     }
