@@ -147,6 +147,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2::orders::named_types_are_launched_at_any_price,
         ec2::orders::claim_that_no_instance_type_meets_fails_at_once,
         ec2::orders::spot_without_capacity_anywhere_falls_back_to_on_demand,
+        ec2::orders::passing_error_inside_an_answer_is_tried_again,
         ec2::orders::missing_role_for_spot_machines_is_named,
         ec2::ownership::i1_claim_made_again_under_its_name_gets_its_own_machines,
         ec2::ownership::records_of_other_versions_are_used_or_reclaimed,

@@ -151,6 +151,24 @@ pub async fn spot_without_capacity_anywhere_falls_back_to_on_demand(world: &Worl
     pool.clean_up().await
 }
 
+/// What EC2 says inside a fleet's answer and passes by itself is tried again: it is neither a shortage nor a bad spec.
+pub async fn passing_error_inside_an_answer_is_tried_again(world: &World) -> Result<()> {
+    let pool = Ec2Pool::new(world, json!({ "timeouts": { "capacity": "0s" } })).await?;
+    let throttled = Effect::FleetError { code: "RequestLimitExceeded".into(), message: "Slow down.".into() };
+    let throttled = pool.fault(Rule::on(Service::Ec2, "CreateFleet", throttled).containing(&pool.key()));
+    pool.claim("build", "9850", json!({})).await?;
+    let told = pool.until_claim("build", "throttled", |status| status.retry_at.is_some()).await?;
+    let (reason, message) = why(&told);
+    ensure!(reason == ClaimReason::AwsUnavailable.as_str() && message.contains("RequestLimitExceeded"), "{told:?}");
+    ensure!(told.shortage.is_some_and(|shortage| shortage.since.is_none()), "it is no shortage");
+    pool.until_pool("Ready all the while", is_ready).await?;
+    drop(throttled);
+    let ready = pool.until_phase("build", ClaimPhase::Ready).await?;
+    ensure!(ready.fleet.is_some_and(|order| order.attempt > 1), "with a token of its own");
+    pool.release("build").await?;
+    pool.clean_up().await
+}
+
 /// The role that EC2 needs for spot machines is named, with the command that creates it.
 pub async fn missing_role_for_spot_machines_is_named(world: &World) -> Result<()> {
     let pool = Ec2Pool::new(world, json!({ "defaults": { "usageClass": "spot" } })).await?;

@@ -53,6 +53,18 @@ enum Place {
     Subnet(String),
 }
 
+impl Shortage {
+    /// Whether at least one of the wanted types is out.
+    fn covers_any(&self, wanted: &[String]) -> bool {
+        wanted.iter().any(|wanted| self.types.iter().any(|pattern| glob(pattern, wanted)))
+    }
+
+    /// The same, or a part of a wanted pattern.
+    fn overlaps(&self, wanted: &[String]) -> bool {
+        self.covers_any(wanted) || self.types.iter().any(|out| wanted.iter().any(|pattern| glob(pattern, out)))
+    }
+}
+
 impl CapacityMemory {
     pub const fn new(memory: Duration) -> Self {
         Self { shortages: Vec::new(), memory }
@@ -114,16 +126,17 @@ impl CapacityMemory {
     /// anywhere, and waits while every zone is out.
     pub fn order(&self, needs: &Requirements, subnets: &[Subnet], fallback: bool, now: Timestamp) -> LaunchChoice {
         let fallback_class = (needs.usage_class == UsageClass::Spot && fallback).then_some(UsageClass::OnDemand);
-        let mut closed = Vec::new();
+        let (types, mut closed) = (&needs.allowed_instance_types, Vec::new());
         for usage_class in [Some(needs.usage_class), fallback_class].into_iter().flatten() {
             let applicable = |subnet| self.applicable(subnet, usage_class, needs, now);
             let (empty, open): (Vec<_>, Vec<_>) =
                 subnets.iter().partition(|subnet| self.lacks_capacity(subnet, usage_class, needs, now));
             if !open.is_empty() {
-                let subnets = zones::choose(open.into_iter(), |subnet| applicable(subnet).count());
+                let shortages = |subnet| applicable(subnet).filter(|shortage| shortage.overlaps(types)).count();
+                let subnets = zones::choose(open.into_iter(), shortages);
                 return LaunchChoice::Ask { usage_class, subnets };
             }
-            closed.extend(empty.into_iter().flat_map(applicable));
+            closed.extend(empty.into_iter().flat_map(applicable).filter(|shortage| shortage.covers_any(types)));
         }
         let until = closed.iter().map(|shortage| shortage.until).min().unwrap_or(now);
         let causes = closed.iter().flat_map(|shortage| shortage.causes.iter().cloned()).collect();
@@ -134,7 +147,7 @@ impl CapacityMemory {
         let types = &needs.allowed_instance_types;
         let out = |wanted: &String| {
             self.applicable(subnet, usage_class, needs, now)
-                .any(|shortage| shortage.types.iter().any(|pattern| glob(pattern, wanted)))
+                .any(|shortage| shortage.covers_any(std::slice::from_ref(wanted)))
         };
         !types.is_empty() && types.iter().all(out)
     }

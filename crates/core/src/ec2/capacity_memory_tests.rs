@@ -139,6 +139,20 @@ fn when_every_zone_is_empty_a_claim_waits_and_says_where_and_until_when() {
 }
 
 #[test]
+fn a_claim_waits_for_its_own_types_only() {
+    let mut known = CapacityMemory::new(MEMORY);
+    let (wanted, other) = (needs(OnDemand, 2, &["r5.large"]), needs(OnDemand, 2, &["m5ad.large"]));
+    known.note(&order(&other, 1), 0, &[out("a", "m5ad.large"), out("b", "m5ad.large")], at(0));
+    assert_eq!(known.order(&wanted, &subnets(), false, at(1)), ask(OnDemand, &["a", "b"]));
+    known.note(&order(&wanted, 1), 0, &[out("a", "r5.large"), out("b", "r5.large")], at(60));
+    let LaunchChoice::Wait { until, causes } = known.order(&wanted, &subnets(), false, at(61)) else {
+        panic!("it waits")
+    };
+    assert_eq!(in_words(&causes), "insufficient capacity in zones zone-a (r5.large), zone-b (r5.large)");
+    assert_eq!(until, at(240));
+}
+
+#[test]
 fn a_shortage_applies_to_the_same_or_larger_requirements_only() {
     let wanted = needs(OnDemand, 4, &["c7*", "m7i.large"]);
     let mut known = CapacityMemory::new(MEMORY);
