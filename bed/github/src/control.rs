@@ -200,6 +200,11 @@ impl Control {
         self.hub.change(|world, now| world.stop_job(id, conclusion, now));
     }
 
+    /// Ends the job of a lost runner now, and not after `lost_after`.
+    pub fn give_up_job(&self, id: u64) {
+        self.hub.change(|world, now| world.finish_job(id, Conclusion::Failure, now));
+    }
+
     pub fn cancel_job(&self, id: u64) {
         self.finish_job(id, Conclusion::Cancelled);
     }

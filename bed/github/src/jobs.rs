@@ -24,6 +24,7 @@ impl World {
             id: run_id,
             repository,
             number,
+            attempt: 1,
             workflow: request.workflow.unwrap_or_else(|| "CI".into()),
             created_at: now,
             updated_at: now,
@@ -36,11 +37,14 @@ impl World {
         if run.status == Status::Completed {
             (run.status, run.conclusion) = (Status::InProgress, None);
         }
+        let attempt = run.attempt;
         let id = self.id();
         let status = if request.waiting { Status::Waiting } else { Status::Queued };
         let job = Job {
             id,
             run_id,
+            attempt,
+            superseded: false,
             name: request.name.unwrap_or_else(|| "build".into()),
             labels: request.labels,
             status,
@@ -109,7 +113,7 @@ impl World {
             }
         }
         self.job_event(id);
-        let of_run = || self.jobs.values().filter(|job| job.run_id == run_id);
+        let of_run = || self.jobs.values().filter(|job| job.run_id == run_id && !job.superseded);
         if of_run().all(|job| job.status == Status::Completed) {
             let worst = [Conclusion::Cancelled, Conclusion::Failure, Conclusion::TimedOut];
             let outcome = worst.into_iter().find(|bad| of_run().any(|job| job.conclusion == Some(*bad)));
@@ -134,6 +138,35 @@ impl World {
         match (job.status, runner.and_then(|runner| runner.session.as_ref())) {
             (Status::InProgress, Some(Session::Connected { .. })) => job.order = Some(conclusion),
             _ => self.finish_job(id, conclusion, now),
+        }
+    }
+
+    /// Runs these jobs of a completed run again, in its next attempt. Jobs that are not run again stay in the listing.
+    pub fn rerun(&mut self, run_id: u64, jobs: &[u64], now: Timestamp) {
+        let Some(run) = self.runs.get_mut(&run_id) else { return };
+        run.attempt += 1;
+        (run.status, run.conclusion, run.updated_at) = (Status::Queued, None, now);
+        let attempt = run.attempt;
+        for old in jobs {
+            let id = self.id();
+            let Some(old) = self.jobs.get_mut(old) else { continue };
+            old.superseded = true;
+            let job = Job {
+                id,
+                attempt,
+                superseded: false,
+                status: Status::Queued,
+                conclusion: None,
+                taken_by: None,
+                created_at: now,
+                started_at: None,
+                completed_at: None,
+                heard: false,
+                order: None,
+                ..old.clone()
+            };
+            self.jobs.insert(id, job);
+            self.job_event(id);
         }
     }
 

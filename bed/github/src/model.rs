@@ -175,6 +175,10 @@ pub struct TakenBy {
 pub struct Job {
     pub id: u64,
     pub run_id: u64,
+    /// The attempt of its run, from 1.
+    pub attempt: u64,
+    /// A later attempt has run it again.
+    pub superseded: bool,
     pub name: String,
     pub labels: Vec<String>,
     pub status: Status,
@@ -197,6 +201,8 @@ pub struct Run {
     pub id: u64,
     pub repository: u64,
     pub number: u64,
+    /// From 1; a re-run keeps the run's id and has the next one.
+    pub attempt: u64,
     pub workflow: String,
     pub created_at: Timestamp,
     pub updated_at: Timestamp,

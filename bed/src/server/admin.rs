@@ -1,6 +1,6 @@
 //! The bed's HTTP API, through which outside programs control the operator and machines.
 
-use std::{collections::BTreeMap, net::TcpListener, sync::Arc};
+use std::{collections::BTreeMap, net::TcpListener, sync::Arc, time::Duration};
 
 use anyhow::Result;
 use axum::{
@@ -23,7 +23,7 @@ use crate::{
 
 const ROUTES: &str = "POST /operator, GET /operator/log, GET /machines, PUT /machines/env, GET /machines/ID/log, \
                       POST /machines/ID/ACTION";
-const ACTIONS: &str = "freeze, thaw, kill, stop, terminate";
+const ACTIONS: &str = "freeze, thaw, kill, stop, interrupt, terminate";
 
 pub struct Admin {
     stage: Arc<Stage>,
@@ -142,11 +142,28 @@ async fn machine_log(State(admin): Bed, Path(id): Path<String>) -> Result<String
     Ok(admin.stage.machines.log(&id))
 }
 
-async fn act(State(admin): Bed, Path((id, action)): Path<(String, String)>) -> Answer {
+/// How long before its end EC2 announces a spot interruption.
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Notice {
+    notice_ms: u64,
+}
+
+impl Default for Notice {
+    fn default() -> Self {
+        Self { notice_ms: 120_000 }
+    }
+}
+
+async fn act(
+    State(admin): Bed,
+    Path((id, action)): Path<(String, String)>,
+    Body(Notice { notice_ms }): Body<Notice>,
+) -> Answer {
     let Admin { stage, .. } = &*admin;
     let state = admin.instance(&id)?.state;
     let outcome = match action.as_str() {
-        "freeze" | "thaw" | "kill" | "stop" if state != InstanceState::Running => {
+        "freeze" | "thaw" | "kill" | "stop" | "interrupt" if state != InstanceState::Running => {
             return Err(Problem(
                 StatusCode::CONFLICT,
                 format!("{id} is {}", json!(state).as_str().unwrap_or_default()),
@@ -156,6 +173,7 @@ async fn act(State(admin): Bed, Path((id, action)): Path<(String, String)>) -> A
         "thaw" => stage.machines.thaw(&id),
         "kill" => stage.machines.crash(&id),
         "stop" => stage.aws.stop(&id).await,
+        "interrupt" => stage.machines.interrupt_spot(&id, Duration::from_millis(notice_ms)),
         "terminate" => stage.aws.terminate(&id).await,
         _ => {
             let text = format!("there is no action '{action}'; there are {ACTIONS}");

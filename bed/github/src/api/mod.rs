@@ -205,9 +205,11 @@ pub fn router(hub: &Arc<Hub>) -> Router<Arc<Hub>> {
             .route(repository, get(apps::repository))
             .route(&format!("{repository}/installation"), get(apps::owner_installation))
             .route(&format!("{repository}/actions/jobs/{{job_id}}"), get(runs::job))
+            .route(&format!("{repository}/actions/jobs/{{job_id}}/rerun"), post(runs::rerun_job))
             .route(&format!("{repository}/actions/runs"), get(runs::list_runs))
             .route(&format!("{repository}/actions/runs/{{run_id}}"), get(runs::run))
             .route(&format!("{repository}/actions/runs/{{run_id}}/jobs"), get(runs::jobs))
+            .route(&format!("{repository}/actions/runs/{{run_id}}/rerun-failed-jobs"), post(runs::rerun_failed))
             .route(&format!("{repository}/actions/runs/{{run_id}}/cancel"), post(runs::cancel))
             .route(&format!("{repository}/actions/runs/{{run_id}}/force-cancel"), post(runs::force_cancel));
     }

@@ -11,7 +11,7 @@ use axum::{
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{Answer, At, Refusal, list, ok};
+use super::{Answer, At, Refusal, created, list, ok};
 use crate::{
     hub::Hub,
     model::{Conclusion, Job, Run, Scope, Status},
@@ -33,13 +33,14 @@ fn run_at<'a>(world: &'a World, at: &At) -> Result<&'a Run, Refusal> {
     run.filter(|run| run.repository == repository).ok_or_else(Refusal::not_found)
 }
 
+fn job_at<'a>(world: &'a World, at: &At) -> Result<&'a Job, Refusal> {
+    let repository = repository_id(world, at)?;
+    let job = world.jobs.get(&at.id("job_id")?);
+    job.filter(|job| world.runs[&job.run_id].repository == repository).ok_or_else(Refusal::not_found)
+}
+
 pub async fn job(State(hub): State<Arc<Hub>>, at: At) -> Answer {
-    hub.read(|world, _| {
-        let repository = repository_id(world, &at)?;
-        let job = world.jobs.get(&at.id("job_id")?);
-        let job = job.filter(|job| world.runs[&job.run_id].repository == repository);
-        ok(world.job_json(job.ok_or_else(Refusal::not_found)?))
-    })
+    hub.read(|world, _| ok(world.job_json(job_at(world, &at)?)))
 }
 
 #[derive(Deserialize)]
@@ -72,13 +73,60 @@ pub async fn run(State(hub): State<Arc<Hub>>, at: At) -> Answer {
     hub.read(|world, _| ok(world.run_json(run_at(world, &at)?)))
 }
 
-pub async fn jobs(State(hub): State<Arc<Hub>>, at: At, Query(page): Query<Page>, uri: Uri) -> Answer {
+#[derive(Deserialize)]
+pub struct Attempts {
+    /// `latest` or `all`.
+    filter: Option<String>,
+}
+
+pub async fn jobs(
+    State(hub): State<Arc<Hub>>,
+    at: At,
+    Query(page): Query<Page>,
+    Query(attempts): Query<Attempts>,
+    uri: Uri,
+) -> Answer {
+    let every = attempts.filter.as_deref() == Some("all");
     let all: Vec<Value> = hub.read(|world, _| {
         let run = run_at(world, &at)?.id;
-        let of_run = |job: &&Job| job.run_id == run;
+        let of_run = |job: &&Job| job.run_id == run && (every || !job.superseded);
         Ok(world.jobs.values().filter(of_run).map(|job| world.job_json(job)).collect())
     })?;
     list(&hub, &uri, &page, "jobs", &all)
+}
+
+/// Runs the failed jobs again. GitHub's refusals: https://github.com/metabase/metabase/pull/70916
+pub async fn rerun_failed(State(hub): State<Arc<Hub>>, at: At) -> Answer {
+    hub.change(|world, now| {
+        let run = run_at(world, &at)?;
+        if run.status != Status::Completed {
+            return Err(Refusal::new(StatusCode::FORBIDDEN, "This workflow is already running"));
+        }
+        let id = run.id;
+        let failed = |job: &&Job| {
+            let bad = [Some(Conclusion::Failure), Some(Conclusion::Cancelled), Some(Conclusion::TimedOut)];
+            job.run_id == id && !job.superseded && bad.contains(&job.conclusion)
+        };
+        let jobs: Vec<u64> = world.jobs.values().filter(failed).map(|job| job.id).collect();
+        if jobs.is_empty() {
+            return Err(Refusal::new(StatusCode::FORBIDDEN, "This workflow run cannot be retried"));
+        }
+        world.rerun(id, &jobs, now);
+        created(json!({}))
+    })
+}
+
+/// Runs one job again. GitHub's refusal: https://github.com/NVIDIA-NeMo/RL/pull/1193
+pub async fn rerun_job(State(hub): State<Arc<Hub>>, at: At) -> Answer {
+    hub.change(|world, now| {
+        let (id, run) = job_at(world, &at).map(|job| (job.id, job.run_id))?;
+        if world.runs[&run].status != Status::Completed {
+            let message = "The workflow run containing this job is already running";
+            return Err(Refusal::new(StatusCode::FORBIDDEN, message));
+        }
+        world.rerun(run, &[id], now);
+        created(json!({}))
+    })
 }
 
 pub async fn cancel(State(hub): State<Arc<Hub>>, at: At) -> Answer {

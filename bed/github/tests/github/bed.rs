@@ -132,6 +132,13 @@ impl Bed {
         JobRequest { owner: "acme".into(), repo: "app".into(), labels, ..JobRequest::default() }
     }
 
+    /// The same with permission to read actions alone.
+    pub async fn read_only(self) -> Self {
+        let read = json!({"actions": "read", "metadata": "read"}).as_object().cloned();
+        self.github.restrict(self.installation, read, None);
+        Self { token: self.installation_token().await, ..self }
+    }
+
     /// Asserts that all traffic matched GitHub's schemas.
     pub async fn finish(self) {
         assert_eq!(self.github.violations().await, [] as [String; 0]);

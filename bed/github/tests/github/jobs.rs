@@ -183,3 +183,48 @@ async fn links_lead_back_to_the_address_that_was_called() {
     let body = page.text().await.unwrap();
     assert!(body.contains(&runs) && !body.contains("own.invalid"), "{body}");
 }
+
+#[tokio::test]
+async fn jobs_run_again_in_the_next_attempt_of_their_run_once_it_has_completed() {
+    let bed = Bed::start().await;
+    let request = |label: &str| JobRequest { run_id: Some(5), ..bed.job(&[label]) };
+    let [good, bad, worse] = ["a", "b", "c"].map(|label| bed.github.queue_job(request(label)).unwrap().id);
+    let all = "/repos/acme/app/actions/runs/5/rerun-failed-jobs";
+    let one = |id: u64| format!("/repos/acme/app/actions/jobs/{id}/rerun");
+    bed.github.give_up_job(bad);
+    for (path, message) in [
+        (all.to_owned(), "This workflow is already running"),
+        (one(bad), "The workflow run containing this job is already running"),
+    ] {
+        let early = bed.post(&path, json!({})).await;
+        assert_eq!((early.status, early.message()), (403, message));
+    }
+    bed.github.finish_job(good, Conclusion::Success);
+    bed.github.finish_job(worse, Conclusion::Cancelled);
+    assert_eq!(bed.get("/repos/acme/app/actions/runs/5").await.body["run_attempt"], 1);
+
+    assert_eq!(bed.post(all, json!({})).await.status, 201);
+    let run = bed.get("/repos/acme/app/actions/runs/5").await.body;
+    assert_eq!((&run["status"], &run["run_attempt"]), (&json!("queued"), &json!(2)));
+    let jobs = async |query: &str| bed.get(&format!("/repos/acme/app/actions/runs/5/jobs?{query}")).await.body;
+    let latest = jobs("filter=latest").await;
+    let seen: Vec<_> =
+        latest["jobs"].as_array().unwrap().iter().map(|job| (&job["status"], &job["run_attempt"])).collect();
+    let (done, queued) = (json!("completed"), json!("queued"));
+    assert_eq!(seen, [(&done, &json!(1)), (&queued, &json!(2)), (&queued, &json!(2))]);
+    assert_eq!(jobs("filter=all").await["total_count"], 5);
+
+    for job in latest["jobs"].as_array().unwrap() {
+        bed.github.finish_job(job["id"].as_u64().unwrap(), Conclusion::Success);
+    }
+    assert_eq!(bed.get("/repos/acme/app/actions/runs/5").await.body["conclusion"], "success");
+    let nothing = bed.post(all, json!({})).await;
+    assert_eq!((nothing.status, nothing.message()), (403, "This workflow run cannot be retried"));
+    assert_eq!(bed.post(&one(good), json!({})).await.status, 201);
+    assert_eq!(bed.get("/repos/acme/app/actions/runs/5").await.body["run_attempt"], 3);
+
+    let bed = bed.read_only().await;
+    let denied = bed.post(&one(good), json!({})).await;
+    assert_eq!((denied.status, denied.message()), (403, "Resource not accessible by integration"));
+    bed.finish().await;
+}
