@@ -12,9 +12,9 @@ use kube::{
 use libtest_mimic::Trial;
 use paddock::api::{
     self, ClaimPhase, ClaimReason, ClaimWorker, ClassTypes, ContainerEnd, Failure, FailureReason, Heartbeat,
-    HeartbeatState, IncludedTypes, InstanceInfo, LaunchOrder, LaunchTemplate, OrderSubnet, PodEvent, PodPlace,
-    PoolKind, PoolReason, Queue, Runner, RunnerClaim, RunnerClaimStatus, RunnerPool, RunnerPoolStatus, Slots,
-    UsageClass, Worker, WorkerCounts, WorkerSource, WorkerState, WorkerStatus,
+    HeartbeatState, IncludedTypes, InstanceInfo, Interruption, LaunchOrder, LaunchTemplate, OrderSubnet, PodEvent,
+    PodPlace, PoolKind, PoolReason, Queue, Rerun, RerunOutcome, Runner, RunnerClaim, RunnerClaimStatus, RunnerPool,
+    RunnerPoolStatus, Slots, UsageClass, Worker, WorkerCounts, WorkerSource, WorkerState, WorkerStatus,
 };
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
@@ -176,6 +176,17 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
             })
             .collect(),
         fleet: Some(fleet.into()),
+        interruptions: vec![Interruption { worker: "i-1".into(), since: Time(now) }],
+        rerun: Some(Box::new(Rerun {
+            attempt: Some(1),
+            requested_at: time(),
+            jobs: 2,
+            claim: Some("c".repeat(63)),
+            tries: 3,
+            retry_at: time(),
+            outcome: Some(RerunOutcome::Unneeded),
+            message: api::head(&"m".repeat(10_000), api::RERUN_MESSAGE_MAX),
+        })),
         runner: Some(Runner { id: Some(1), name: "runner".into() }),
         retry_at: time(),
         conditions: ready(ClaimReason::Ready.as_str()),
@@ -196,6 +207,7 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
         run_id: Some("1".into()),
         threshold: time(),
         heartbeat: Some(Heartbeat { state: HeartbeatState::Stale, since: Time(now) }),
+        reclaimed: true,
         runner: Some(Runner { id: None, name: "runner".into() }),
         claims_served: 3,
         scope: Some("s".repeat(api::SCOPE_MAX)),

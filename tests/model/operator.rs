@@ -172,7 +172,7 @@ impl Protocol {
                 give_back(world, id, seen).map_or(Next::Nothing, Next::Write)
             }
             ClaimAction::Finish(..) => returned(status(Phase::Over, seen.order)),
-            ClaimAction::Settle => returned(Next::Nothing),
+            ClaimAction::Settle | ClaimAction::Rerun(_) => returned(Next::Nothing),
             ClaimAction::Finalize => returned(Next::Write(Write::Finalize(claim))),
             ClaimAction::Nothing | ClaimAction::Wait(_) | ClaimAction::AwaitAgents | ClaimAction::Watch => {
                 Next::Nothing
@@ -265,6 +265,7 @@ impl Protocol {
             cluster: "model",
             pool_exhausted: exhausted,
             run_completed: false,
+            reruns: false,
             last,
         };
         decide(&facts, NOW)

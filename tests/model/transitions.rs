@@ -69,7 +69,8 @@ pub fn instance(id: usize, record: &Record, age: Age) -> Instance {
 
 /// With its agent's report. A dead machine is past every timeout, and has been silent for this long.
 pub fn tracked(id: usize, record: &Record, machine: &Machine, silent: SignedDuration) -> Ec2Machine {
-    let beat = Heartbeat { instance_id: String::new(), updated_at: NOW, public_key: Some(KEY.clone()) };
+    let beat =
+        Heartbeat { instance_id: String::new(), updated_at: NOW, public_key: Some(KEY.clone()), reclaimed: false };
     let signal = |(signal, run, claims): (Signal, Option<usize>, u8)| {
         WorkerSignal::new("", signal, run_id(run), claims.into(), NOW)
     };

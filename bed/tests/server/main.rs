@@ -108,7 +108,8 @@ async fn bad_input_is_refused_with_a_reason(bed: &mut Bed) -> Result<()> {
     for (method, path, body, status, reason) in [
         ("POST", "/machines/i-0/freeze", "", 404, "no machine 'i-0'"),
         ("GET", "/machines/i-0/log", "", 404, "no machine 'i-0'"),
-        ("POST", &format!("/machines/{machine}/melt"), "", 404, "freeze, thaw, kill, stop, terminate"),
+        ("POST", &format!("/machines/{machine}/melt"), "", 404, "freeze, thaw, kill, stop, interrupt, terminate"),
+        ("POST", &format!("/machines/{machine}/interrupt"), r#"{"notice_ms": 1}"#, 409, "is not a spot instance"),
         ("GET", "/nothing", "", 404, "POST /operator"),
         ("DELETE", "/operator", "", 405, ""),
         ("POST", "/operator", "{", 400, "EOF"),

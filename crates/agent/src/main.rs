@@ -96,18 +96,23 @@ async fn start(args: Args) -> Result<Agent> {
     let Identity { instance_id, arns } = metadata.identity().await;
     tracing::info!(instance_id, pool = config.pool, table = config.table, "started");
     let store = Store::connect(config.region.clone(), config.table.clone(), instance_id.clone(), arns).await;
-    tokio::spawn(beat(store.clone(), key.public(), Duration::from_secs(config.heartbeat_seconds.max(1))));
     let (interrupted, reclaimed) = watch::channel(false);
+    let period = Duration::from_secs(config.heartbeat_seconds.max(1));
+    tokio::spawn(beat(store.clone(), key.public(), period, reclaimed.clone()));
     tokio::spawn(watch_spot(metadata, interrupted));
     Agent::new(config, instance_id, files, store, reclaimed)
 }
 
-/// Writes heartbeats independently of the agent's loop.
-async fn beat(store: Store, key: PublicKey, period: Duration) {
+/// Writes heartbeats independently of the agent's loop; one at once when EC2 takes the machine back.
+async fn beat(store: Store, key: PublicKey, period: Duration, mut reclaimed: watch::Receiver<bool>) {
     let mut ticks = tokio::time::interval(period);
     loop {
-        ticks.tick().await;
-        if let Err(error) = store.beat(&key, Timestamp::now()).await {
+        tokio::select! {
+            _ = ticks.tick() => {}
+            Ok(()) = reclaimed.changed() => {}
+        }
+        let reclaimed = *reclaimed.borrow_and_update();
+        if let Err(error) = store.beat(&key, reclaimed, Timestamp::now()).await {
             tracing::warn!("{error:#}");
         }
     }

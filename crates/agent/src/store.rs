@@ -52,9 +52,9 @@ impl Store {
         Ok(item.map(|item| Instance::from_item(&item)))
     }
 
-    pub async fn beat(&self, public_key: &PublicKey, now: Timestamp) -> Result<()> {
+    pub async fn beat(&self, public_key: &PublicKey, reclaimed: bool, now: Timestamp) -> Result<()> {
         let (instance_id, public_key) = (self.instance_id.clone(), Some(public_key.clone()));
-        let beat = Heartbeat { instance_id, updated_at: now, public_key };
+        let beat = Heartbeat { instance_id, updated_at: now, public_key, reclaimed };
         let put = self.client.put_item().table_name(&self.table).set_item(Some(beat.to_item(&self.arns))).send();
         put.await.map_err(plain).context("cannot write the heartbeat").map(drop)
     }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use sha2::{Digest, Sha256};
 
-use crate::api::RunnerPool;
+use crate::api::{RunnerClaim, RunnerPool};
 
 /// Identifies a pool; written as `namespace/name` in records and tags.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -46,6 +46,15 @@ pub fn worker_name(prefix: &str, pool: &str, claim_uid: &str, attempt: u32) -> S
     format!("{prefix}{pool}-{}", digest(&format!("{claim_uid}/{attempt}"), 6))
 }
 
+/// The claim for the jobs of a claim that are run again; at most 63 characters, because it is also a label.
+pub fn rerun_name(claim: &RunnerClaim) -> String {
+    let name = claim.metadata.name.as_deref().unwrap_or_default();
+    if name.len() <= 57 {
+        return format!("{name}-rerun");
+    }
+    format!("{}-{}-rerun", name[..44].trim_end_matches(['-', '.']), digest(name, 6))
+}
+
 fn digest(text: &str, bytes: usize) -> String {
     Sha256::digest(text).iter().take(bytes).map(|byte| format!("{byte:02x}")).collect()
 }
@@ -59,6 +68,17 @@ mod tests {
         let key = PoolKey::new("ci", "linux");
         assert_eq!(PoolKey::parse(&key.to_string()), Some(key));
         assert_eq!(PoolKey::parse("linux"), None);
+    }
+
+    #[test]
+    fn the_claim_of_a_rerun_has_a_name_of_its_own_that_is_a_label() {
+        let name = |name: &str| {
+            let spec = serde_json::from_value(serde_json::json!({"runId": "1"})).unwrap();
+            rerun_name(&RunnerClaim::new(name, spec))
+        };
+        assert_eq!(name("run-7890-1"), "run-7890-1-rerun");
+        let long = ["a", "b"].map(|end| name(&format!("{}.{end}", "x".repeat(61))));
+        assert!(long[0] != long[1] && long.iter().all(|name| name.len() <= 63), "{long:?}");
     }
 
     #[test]

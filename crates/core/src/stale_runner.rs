@@ -54,6 +54,9 @@ pub fn verdict(tracked: &Machine, runner: Option<Listed>) -> Verdict {
         (_, Some(Listed { busy: true, .. } | Listed { online: true, .. })) => Verdict::Leave,
         (State::Terminated, Some(Listed { id, .. })) => Verdict::Delete(id),
         (State::Terminated, None) => Verdict::Settled,
+        (State::Running, Some(_) | None) if tracked.is_reclaimed() => {
+            Verdict::End(FailureReason::SpotReclaimed, "EC2 took the spot machine back".into())
+        }
         (State::Running, Some(_) | None) => {
             let since = last_heartbeat(tracked).strftime("%Y-%m-%dT%H:%M:%SZ");
             let message = format!("its last heartbeat was at {since}, and its runner is offline at GitHub");
@@ -133,6 +136,10 @@ mod tests {
         assert_eq!(verdict(&ended(RUN), None), Verdict::Settled);
         for runner in [offline, None] {
             assert!(matches!(verdict(&serving(999), runner), Verdict::End(FailureReason::HeartbeatStale, _)));
+            let mut noticed = serving(999);
+            noticed.record.usage_class = "spot".into();
+            noticed.report.heartbeat.as_mut().unwrap().reclaimed = true;
+            assert!(matches!(verdict(&noticed, runner), Verdict::End(FailureReason::SpotReclaimed, _)));
         }
     }
 }

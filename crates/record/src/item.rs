@@ -21,6 +21,7 @@ pub mod attribute {
     pub const REASON: &str = "reason";
     pub const DETAIL: &str = "detail";
     pub const PUBLIC_KEY: &str = "publicKey";
+    pub const RECLAIMED: &str = "reclaimed";
     pub const RESOURCE_CLASS: &str = "resourceClass";
     pub const INSTANCE_TYPE: &str = "instanceType";
     pub const USAGE_CLASS: &str = "usageClass";
@@ -42,7 +43,7 @@ pub mod attribute {
 use attribute as a;
 
 /// What is read of an agent's item. It may have other attributes, of any length.
-pub const REPORT_ATTRIBUTES: [&str; 5] = [a::PK, a::SK, a::VALUE, a::UPDATED_AT, a::PUBLIC_KEY];
+pub const REPORT_ATTRIBUTES: [&str; 6] = [a::PK, a::SK, a::VALUE, a::UPDATED_AT, a::PUBLIC_KEY, a::RECLAIMED];
 
 /// The most that an agent's item may have in these attributes. An agent writes less than 2 KB; DynamoDB takes 400 KB.
 const REPORT_SIZE_MAX: usize = 8 * 1024;
@@ -126,12 +127,14 @@ pub struct Instance {
     pub failure_message: String,
 }
 
-/// The agent's heartbeat, with its public key.
+/// The agent's heartbeat, with its public key and what it knows of the machine's end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Heartbeat {
     pub instance_id: String,
     pub updated_at: Timestamp,
     pub public_key: Option<PublicKey>,
+    /// EC2 has announced that it takes the spot machine back. An earlier version does not write it.
+    pub reclaimed: bool,
 }
 
 /// The agent's last result, and the run it is for.
@@ -244,6 +247,9 @@ impl Heartbeat {
         if let Some(key) = &self.public_key {
             item.insert(a::PUBLIC_KEY.into(), AttributeValue::S(key.to_string()));
         }
+        if self.reclaimed {
+            item.insert(a::RECLAIMED.into(), AttributeValue::Bool(true));
+        }
         item
     }
 
@@ -252,6 +258,7 @@ impl Heartbeat {
         Ok(Self {
             updated_at: read.time(a::UPDATED_AT)?,
             public_key: PublicKey::parse(&read.text(a::PUBLIC_KEY)).ok(),
+            reclaimed: item.get(a::RECLAIMED).and_then(|value| value.as_bool().ok()).is_some_and(|it| *it),
             instance_id: read.id,
         })
     }
@@ -374,9 +381,12 @@ pub(crate) mod tests {
             assert_eq!(Instance::from_item(&instance(*state).to_item()), instance(*state));
         }
         let time = "2025-05-31T12:00:00Z".parse().unwrap();
-        let beat =
-            Heartbeat { instance_id: "i-1".into(), updated_at: time, public_key: Some(KeyPair::generate().public()) };
-        assert_eq!(Heartbeat::from_item(&as_read(beat.to_item(&arns()))), Ok(beat));
+        let public_key = Some(KeyPair::generate().public());
+        for reclaimed in [false, true] {
+            let public_key = public_key.clone();
+            let beat = Heartbeat { instance_id: "i-1".into(), updated_at: time, public_key, reclaimed };
+            assert_eq!(Heartbeat::from_item(&as_read(beat.to_item(&arns()))), Ok(beat));
+        }
         let signal = WorkerSignal::new("i-1", Signal::Registered, "9", 2, time);
         assert_eq!(WorkerSignal::from_item(&as_read(signal.to_item(&arns()))), Ok(signal.clone()));
         let earlier = WorkerSignal { claims: None, ..signal.clone() };

@@ -27,7 +27,7 @@ pub struct IdleMessage {
 pub enum Discard {
     Malformed(String),
     Expired,
-    /// Its instance is no longer idle.
+    /// Its instance is no longer idle, or about to end.
     Taken,
     /// Its instance belongs to another pool or to none.
     Foreign,

@@ -6,6 +6,7 @@ pub mod clocks;
 pub mod deletion;
 pub mod expiry;
 pub mod faults;
+pub mod interruption;
 pub mod launch;
 pub mod machine;
 pub mod orders;

@@ -229,6 +229,7 @@ async fn a_reclaimed_spot_instance_finishes_its_job_and_takes_no_other(bed: &Bed
     machine.until_busy().await?;
     machine.interrupt_spot();
     machine.until_true("the notice", || machine.log().contains("takes this spot instance back")).await?;
+    machine.until("it in the heartbeat", async || Ok(machine.heartbeat().await?.reclaimed.then_some(()))).await?;
     ensure!(bed.github.job(job).is_some_and(|job| job.status == Status::InProgress));
     bed.github.finish_job(job, Conclusion::Success);
     let job = bed.github.until_job(job, DEADLINE, |job| job.status == Status::Completed).await?;

@@ -10,6 +10,7 @@ use super::{
         Duration, Owner, Runner, UsageClass, conditions_schema, instance_types_schema, label_set_schema, pattern,
     },
     launch_order::{CapacityShortage, LaunchOrder},
+    rerun::{Interruption, Rerun},
     worker::WorkerState,
 };
 
@@ -280,6 +281,15 @@ pub struct RunnerClaimStatus {
     /// How often AWS refused a call while machines were provisioned; after five times the claim fails.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub failed_tries: Option<u32>,
+
+    /// The spot machines that EC2 took back, or announced to, while they served the claim.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 512), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["worker"]))]
+    pub interruptions: Vec<Interruption>,
+
+    /// Whether the jobs that they ran are run again, once the claim is over.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rerun: Option<Box<Rerun>>,
 
     /// The runner that took the job, as GitHub says; it may be another than the one made for it.
     #[serde(skip_serializing_if = "Option::is_none")]

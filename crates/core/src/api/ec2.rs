@@ -85,6 +85,11 @@ pub struct Ec2Pool {
     /// What to do when EC2 has not enough capacity.
     #[serde(default)]
     pub fallback: Fallback,
+
+    /// Whether jobs that failed because EC2 took their spot machine back are run again at GitHub, once in each workflow
+    /// run, when that has completed. The App, or the token, needs the repository permission Actions: read and write.
+    #[serde(default)]
+    pub rerun_interrupted: bool,
 }
 
 impl Ec2Pool {

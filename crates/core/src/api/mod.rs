@@ -15,6 +15,7 @@ pub mod launch_order;
 pub mod pool;
 pub mod reasons;
 mod reference;
+pub mod rerun;
 #[cfg(test)]
 mod tests;
 pub mod worker;
@@ -39,6 +40,7 @@ pub use pool::{
 };
 pub use reasons::{ClaimReason, FailureReason, PoolReason};
 pub use reference::reference_markdown;
+pub use rerun::{Interruption, RERUN_MESSAGE_MAX, Rerun, RerunOutcome};
 pub use worker::{
     BoardWorker, Ec2Worker, Heartbeat, HeartbeatState, InstanceInfo, PodPlace, SCOPE_MAX, Worker, WorkerSpec,
     WorkerState, WorkerStatus,

@@ -95,6 +95,8 @@ reasons! {
         ValidationFailed = "ValidationFailed",
         /// A worker was lost while it served the claim, such as a reclaimed spot machine.
         WorkerLost = "WorkerLost",
+        /// EC2 has announced that it takes a spot machine of the claim back. It finishes its job if it can, and takes no other.
+        SpotInterruption = "SpotInterruption",
         /// The machines served the claim for as long as they may.
         MaxRuntimeReached = "MaxRuntimeReached",
         /// GitHub does not know the job any more.

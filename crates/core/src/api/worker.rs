@@ -245,6 +245,10 @@ pub struct WorkerStatus {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub heartbeat: Option<Heartbeat>,
 
+    /// Whether EC2 has announced that it takes the spot machine back.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub reclaimed: bool,
+
     /// Its runner at GitHub.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub runner: Option<Runner>,

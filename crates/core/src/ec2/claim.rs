@@ -14,13 +14,14 @@ use super::{
     launch_error::Cause,
     machine::{Machine, MachineCheck, check},
     requirements::Requirements,
+    rerun::{self, RerunStep},
     waiting_line::Admission,
     zones::Subnet,
 };
 use crate::{
     api::{
-        ClaimPhase, ClaimReason, Ec2Pool, FINALIZER, FailureReason, LaunchOrder, LaunchTemplate, READY, RunnerClaim,
-        RunnerClaimSpec, RunnerClaimStatus, RunnerPool,
+        ClaimPhase, ClaimReason, Ec2Pool, FINALIZER, FailureReason, LaunchOrder, LaunchTemplate, READY, Rerun,
+        RunnerClaim, RunnerClaimSpec, RunnerClaimStatus, RunnerPool,
     },
     backoff::Backoff,
     demand::schedule::Wait,
@@ -58,6 +59,8 @@ pub struct ClaimFacts<'a> {
     /// The pool has nothing more that fits.
     pub pool_exhausted: bool,
     pub run_completed: bool,
+    /// The pool has interrupted jobs run again.
+    pub reruns: bool,
     /// Outcome of the previous action in the same reconciliation.
     pub last: &'a Applied,
 }
@@ -150,6 +153,8 @@ pub enum ClaimAction {
     Dump(String),
     /// Return what a finished claim still holds.
     Settle,
+    /// Have the jobs run again that were interrupted while a finished claim was served.
+    Rerun(RerunStep),
     /// Return everything, then remove the finalizer of the deleted claim.
     Finalize,
 }
@@ -191,6 +196,8 @@ pub enum Applied {
         tries: u32,
         message: String,
     },
+    /// What became of the interrupted jobs.
+    Rerun(Box<Rerun>),
 }
 
 impl ClaimAction {
@@ -217,6 +224,7 @@ impl ClaimAction {
             | Self::Finish(..)
             | Self::Dump(_)
             | Self::Settle
+            | Self::Rerun(_)
             | Self::Finalize => false,
         }
     }
@@ -286,7 +294,8 @@ pub fn decide(facts: &ClaimFacts, now: Timestamp) -> ClaimAction {
             let message = format!("no RunnerPool {name} in namespace {namespace}: apply it, and the claim goes on");
             wait(ClaimReason::PoolNotFound, message)
         }
-        (false, _, Completed | Failed) => ClaimAction::Settle,
+        (false, _, Completed | Failed) if facts.held().next().is_some() => ClaimAction::Settle,
+        (false, _, Completed | Failed) => rerun::step(facts, now).map_or(ClaimAction::Settle, ClaimAction::Rerun),
         (false, _, Releasing) => {
             let message = "its workflow run is completed, and its machines are returned";
             ClaimAction::Finish(Completed, ClaimReason::Completed, message.into())
@@ -366,9 +375,11 @@ fn acquire(facts: &ClaimFacts, supply: &Supply, now: Timestamp) -> ClaimAction {
     for (record, check) in &checks {
         match (check, record.state) {
             // A machine of the pool is replaced by another one; one that was launched for this claim fails it.
-            (MachineCheck::Failed(_, message), State::Created) => {
+            (MachineCheck::Failed(reason, message), State::Created) => {
                 let message = format!("{}: {message}", record.instance_id);
-                return ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::ValidationFailed, message);
+                let reclaimed = *reason == FailureReason::SpotReclaimed;
+                let reason = if reclaimed { ClaimReason::WorkerLost } else { ClaimReason::ValidationFailed };
+                return ClaimAction::Finish(ClaimPhase::Failed, reason, message);
             }
             (MachineCheck::Failed(reason, message), _) => {
                 let (id, reason, message) = (record.instance_id.clone(), *reason, message.clone());
@@ -434,7 +445,7 @@ pub fn surplus(held: &[Machine], count: u32, ready: bool) -> Ids {
 pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, ControlFlow<Next>) {
     use ClaimAction::{
         Abandon, AwaitAgents, Dump, FallBack, Finalize, Finish, LookUpOffer, MakeRoom, Nothing, PlaceOrder, Release,
-        Replace, Return, Seal, Select, SendOrder, Serve, Settle, Start, Wait, Watch,
+        Replace, Rerun, Return, Seal, Select, SendOrder, Serve, Settle, Start, Wait, Watch,
     };
     match (action, applied) {
         (_, Applied::Unavailable(..)) => (true, Break(Next::After(RETRY_PERIOD))),
@@ -455,7 +466,9 @@ pub fn next(action: &ClaimAction, applied: &Applied, now: Timestamp) -> (bool, C
         (SendOrder(_), applied) => (matches!(applied, Applied::Launched { .. }), Continue(())),
         (PlaceOrder(_) | MakeRoom { .. } | FallBack { .. } | Replace(_) | Release(_), _) => (true, Continue(())),
         (Select(_) | LookUpOffer | Seal(_) | AwaitAgents | Start(_) | Return(_), _) => (false, Continue(())),
-        (Serve | Watch | Finish(..) | Dump(_) | Settle, _) => (true, Break(Next::AwaitChange)),
+        (Rerun(RerunStep::Wait(Some(at))), _) => (false, Break(Next::At(*at))),
+        // The status that it writes is the change.
+        (Serve | Watch | Finish(..) | Dump(_) | Settle | Rerun(_), _) => (true, Break(Next::AwaitChange)),
         // The claim may have changed since it was read, and then still has its finalizer.
         (Finalize, _) => (false, Break(Next::After(CONFLICT_RETRY))),
     }

@@ -106,6 +106,7 @@ pub(super) fn ordered(facts: &ClaimFacts, supply: &Supply, order: &LaunchOrder, 
         | Applied::NoRoom
         | Applied::Launched { .. }
         | Applied::Failed { .. }
+        | Applied::Rerun(_)
         | Applied::Unavailable(..) => ClaimAction::SendOrder(order.clone().into()),
         Applied::Refused(why) => ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::AwsUnavailable, why.clone()),
         Applied::TemplateGone(why) if *supply.template == order.launch_template => {

@@ -128,6 +128,10 @@ impl Scenario {
             cluster: "prod",
             pool_exhausted: self.pool_exhausted,
             run_completed: self.run_completed,
+            reruns: self
+                .pool
+                .as_ref()
+                .is_some_and(|pool| pool.spec.ec2.as_ref().is_some_and(|it| it.rerun_interrupted)),
             last: &self.last,
         };
         decide(&facts, at(2))
@@ -191,6 +195,7 @@ pub fn summary(action: &ClaimAction) -> String {
         ClaimAction::Finish(phase, reason, _) => format!("finish {} {}", phase.as_str(), reason.as_str()),
         ClaimAction::Dump(why) => format!("dump: {why}"),
         ClaimAction::Settle => "settle".into(),
+        ClaimAction::Rerun(step) => format!("rerun {step:?}"),
         ClaimAction::Finalize => "finalize".into(),
     }
 }

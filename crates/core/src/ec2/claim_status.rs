@@ -8,11 +8,12 @@ use super::{
     capacity_memory::with_retry,
     claim::{Applied, ClaimAction, ClaimFacts, PROVISIONING_BACKOFF, PROVISIONING_TRIES},
     machine::Machine,
+    rerun::note_interruptions,
     worker_status::worker_state,
 };
 use crate::api::{
-    CapacityShortage, ClaimPhase, ClaimReason, ClaimWorker, FailureReason, PhaseTimes, READY, RunnerClaim,
-    RunnerClaimStatus, WorkerSource, head, ready_condition, set_condition,
+    CapacityShortage, ClaimPhase, ClaimReason, ClaimWorker, FailureReason, PhaseTimes, READY, Rerun, RerunOutcome,
+    RunnerClaim, RunnerClaimStatus, WorkerSource, head, ready_condition, set_condition,
 };
 
 /// As in the schema of [`CapacityShortage`].
@@ -66,6 +67,7 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
         | ClaimAction::Finish(..)
         | ClaimAction::Dump(_)
         | ClaimAction::Settle
+        | ClaimAction::Rerun(_)
         | ClaimAction::Finalize => {}
     }
     let phase = status.phase.unwrap_or_default();
@@ -126,11 +128,15 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
         }
         (ClaimAction::Watch, _) => {
             list_workers(&mut status, facts);
+            note_interruptions(&mut status, facts.held(), &lost(facts), now);
             if let Some((phase, reason, message)) = losses(facts) {
                 enter(&mut status, phase, reason, &message);
             }
         }
         (ClaimAction::Release(message), _) => {
+            if phase == ClaimPhase::Ready {
+                note_interruptions(&mut status, facts.held(), &lost(facts), now);
+            }
             enter(&mut status, ClaimPhase::Releasing, ClaimReason::Releasing, message);
         }
         (ClaimAction::Finish(phase, reason, message), _) => {
@@ -142,6 +148,7 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
             enter(&mut status, ClaimPhase::Failed, ClaimReason::InternalError, message);
         }
         (ClaimAction::Settle, _) => list_none(&mut status, count),
+        (ClaimAction::Rerun(_), Applied::Rerun(rerun)) => status.rerun = Some(rerun.clone()),
         (
             ClaimAction::Nothing
             | ClaimAction::Select(_)
@@ -152,6 +159,7 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
             | ClaimAction::AwaitAgents
             | ClaimAction::Start(_)
             | ClaimAction::Return(_)
+            | ClaimAction::Rerun(_)
             | ClaimAction::Finalize,
             _,
         ) => {}
@@ -180,15 +188,28 @@ fn list_none(status: &mut RunnerClaimStatus, count: u32) {
     status.set_progress(0, count);
 }
 
-/// The new phase of a Ready claim that lost machines; none if no machine is known to be lost.
+/// The new phase of a Ready claim that lost machines, or is about to; none if no machine is known to be lost.
 fn losses(facts: &ClaimFacts) -> Option<(ClaimPhase, ClaimReason, String)> {
     let (held, count, lost) = (facts.held().count(), facts.claim.spec.count, lost(facts));
     if held == 0 {
         return Some(end_of_claim(&lost));
     }
-    let message = || format!("{held} of {count} runners are left; lost: {}", describe(&lost));
+    let reclaimed = facts.held().filter(|machine| machine.is_reclaimed());
+    let reclaimed: Vec<_> = reclaimed.map(|machine| machine.record.instance_id.as_str()).collect();
     let some_lost = (held as u32) < count && !lost.is_empty();
-    some_lost.then(|| (ClaimPhase::Ready, ClaimReason::WorkerLost, message()))
+    let reason = match (some_lost, reclaimed.is_empty()) {
+        (true, _) => ClaimReason::WorkerLost,
+        (false, false) => ClaimReason::SpotInterruption,
+        (false, true) => return None,
+    };
+    let mut message = format!("{held} of {count} runners are left");
+    if !reclaimed.is_empty() {
+        message += &format!("; within two minutes EC2 takes back {}", reclaimed.join(", "));
+    }
+    if some_lost {
+        message += &format!("; lost: {}", describe(&lost));
+    }
+    Some((ClaimPhase::Ready, reason, message))
 }
 
 /// The records of machines that this claim had when it became Ready, and that were terminated since.
@@ -224,13 +245,22 @@ fn describe(lost: &[&Instance]) -> String {
     each.collect::<Vec<_>>().join("; ")
 }
 
-/// The message about lost machines of a claim that stays Ready, unless it was reported before.
-pub fn newly_lost<'a>(before: &RunnerClaimStatus, after: &'a RunnerClaimStatus) -> Option<&'a str> {
+/// The reason and message about lost machines of a claim that stays Ready, unless it was reported before.
+pub fn newly_lost<'a>(before: &RunnerClaimStatus, after: &'a RunnerClaimStatus) -> Option<(&'a str, &'a str)> {
+    const LOSSES: [&str; 2] = [ClaimReason::WorkerLost.as_str(), ClaimReason::SpotInterruption.as_str()];
     let ready = |status: &'a RunnerClaimStatus| status.conditions.iter().find(|condition| condition.type_ == READY);
-    let lost = ready(after).filter(|condition| condition.reason == ClaimReason::WorkerLost.as_str())?;
+    let lost = ready(after).filter(|condition| LOSSES.contains(&condition.reason.as_str()))?;
     let is_reported =
         before.conditions.iter().any(|condition| condition.type_ == READY && condition.message == lost.message);
-    (after.phase == Some(ClaimPhase::Ready) && !is_reported).then_some(lost.message.as_str())
+    (after.phase == Some(ClaimPhase::Ready) && !is_reported).then_some((lost.reason.as_str(), lost.message.as_str()))
+}
+
+/// What became of interrupted jobs, once that is known and unless no job was interrupted: it is to be told.
+pub fn newly_rerun<'a>(before: &RunnerClaimStatus, after: &'a RunnerClaimStatus) -> Option<(RerunOutcome, &'a str)> {
+    let outcome = |status: &RunnerClaimStatus| status.rerun.as_ref()?.outcome;
+    let rerun: &Rerun = after.rerun.as_deref().filter(|_| outcome(before).is_none())?;
+    let outcome = rerun.outcome.filter(|outcome| *outcome != RerunOutcome::Unneeded)?;
+    Some((outcome, rerun.message.as_str()))
 }
 
 /// A phase that a claim entered for the first time, for an Event.

@@ -12,7 +12,7 @@ use crate::{
     },
     fixtures::{
         boards::with,
-        ec2::{at, ec2_claim, ready_pool, record, tracked},
+        ec2::{at, beat, ec2_claim, ready_pool, record, tracked},
     },
 };
 
@@ -42,6 +42,7 @@ fn after(claim: &RunnerClaim, machines: &[Machine], action: &ClaimAction, applie
         cluster: "prod",
         pool_exhausted: false,
         run_completed: false,
+        reruns: false,
         last: &Applied::default(),
     };
     status(&facts, action, applied, at(20))
@@ -231,7 +232,8 @@ fn a_loss_is_reported_once() {
     let machines = [machine("i-1", State::Running), terminated("i-2", FailureReason::SpotReclaimed, 9)];
     let before = initial(&claim, at(1));
     let status = after(&claim, &machines, &ClaimAction::Watch, &Applied::Done);
-    assert_eq!(newly_lost(&before, &status), Some("1 of 2 runners are left; lost: i-2 (spot_reclaimed: gone)"));
+    let message = "1 of 2 runners are left; lost: i-2 (spot_reclaimed: gone)";
+    assert_eq!(newly_lost(&before, &status), Some(("WorkerLost", message)));
     claim.status = Some(status.clone());
     assert_eq!(newly_lost(&status, &after(&claim, &machines, &ClaimAction::Watch, &Applied::Done)), None);
     let over = after(&claim, &[], &ClaimAction::Watch, &Applied::Done);
@@ -300,4 +302,54 @@ fn a_refused_try_is_counted_and_a_dump_ends_the_claim() {
     assert_eq!((served.failed_tries, served.retry_at), (None, None));
     let dumped = after(&waits, &[], &ClaimAction::Dump("given up".into()), &Applied::Done);
     assert_eq!(summary(&dumped), (ClaimPhase::Failed, "InternalError", "given up"));
+}
+
+#[test]
+fn a_ready_claim_names_the_machines_that_ec2_takes_back_before_they_are_lost() {
+    let mut claim = claim_in(ClaimPhase::Ready, json!({}));
+    let reclaimed = |id| {
+        let mut it = machine(id, State::Running);
+        it.record.usage_class = "spot".into();
+        it.report.heartbeat = Some(paddock_record::Heartbeat { reclaimed: true, ..beat(at(11)) });
+        it
+    };
+    let (fine, noticed) = (machine("i-1", State::Running), reclaimed("i-2"));
+    let watch = |claim: &RunnerClaim, machines: &[Machine]| after(claim, machines, &ClaimAction::Watch, &Applied::Done);
+    let before = initial(&claim, at(1));
+    let status = watch(&claim, &[fine.clone(), noticed.clone()]);
+    let message = "2 of 2 runners are left; within two minutes EC2 takes back i-2";
+    assert_eq!(summary(&status), (ClaimPhase::Ready, "SpotInterruption", message));
+    assert_eq!(newly_lost(&before, &status), Some(("SpotInterruption", message)));
+    assert_eq!((status.interruptions.len(), status.interruptions[0].worker.as_str()), (1, "i-2"));
+    claim.status = Some(status);
+    let status = watch(&claim, &[reclaimed("i-1"), terminated("i-2", FailureReason::SpotReclaimed, 19)]);
+    let message = "1 of 2 runners are left; within two minutes EC2 takes back i-1; lost: i-2 (spot_reclaimed: gone)";
+    assert_eq!(summary(&status), (ClaimPhase::Ready, "WorkerLost", message));
+    assert_eq!(status.interruptions.len(), 2);
+
+    let claim = claim_in(ClaimPhase::Ready, json!({}));
+    let released =
+        after(&claim, &[fine, noticed], &ClaimAction::Release("its run is completed".into()), &Applied::Done);
+    assert_eq!(released.interruptions.len(), 1, "its run was faster than the next watch");
+}
+
+#[test]
+fn what_became_of_interrupted_jobs_is_told_once_unless_there_were_none() {
+    use crate::api::RerunOutcome::{Done, Skipped, Unneeded};
+    let told = |before: Option<RerunOutcome>, outcome: Option<RerunOutcome>| {
+        let status = |outcome| RunnerClaimStatus {
+            rerun: Some(Box::new(Rerun { outcome, message: "why".into(), ..Rerun::default() })),
+            ..RunnerClaimStatus::default()
+        };
+        newly_rerun(&status(before), &status(outcome)).map(|(outcome, _)| outcome)
+    };
+    for (before, after, expected) in [
+        (None, None, None),
+        (None, Some(Done), Some(Done)),
+        (None, Some(Skipped), Some(Skipped)),
+        (None, Some(Unneeded), None),
+        (Some(Done), Some(Done), None),
+    ] {
+        assert_eq!(told(before, after), expected, "{before:?} {after:?}");
+    }
 }

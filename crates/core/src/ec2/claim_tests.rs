@@ -128,6 +128,21 @@ fn i4_a_created_machine_that_fails_its_checks_fails_the_claim() {
 }
 
 #[test]
+fn a_machine_that_ec2_takes_back_is_replaced_and_a_created_one_fails_the_claim_as_lost() {
+    let noticed = |state| {
+        let mut it = held("i-1", state, Some(Signal::Registered));
+        it.record.usage_class = "spot".into();
+        it.report.heartbeat.as_mut().unwrap().reclaimed = true;
+        it
+    };
+    let created = scenario(1, &[noticed(State::Created)]).ordered(UsageClass::Spot, 1, &["i-1"]);
+    check([
+        ("of the pool", scenario(1, &[noticed(State::Claimed)]), "replace i-1"),
+        ("created", created, "finish Failed WorkerLost"),
+    ]);
+}
+
+#[test]
 fn i4_a_claim_lets_go_of_what_it_does_not_need_machines_of_the_pool_first() {
     let [claimed, created, running] =
         [("i-1", State::Claimed), ("i-2", State::Created), ("i-3", State::Running)].map(|(id, s)| held(id, s, None));

@@ -7,7 +7,7 @@ use paddock_record::{Heartbeat, IdleMessage, Instance, PublicKey, Signal, State,
 
 use super::reuse_scope;
 use crate::{
-    api::{Ec2Pool, Ec2Timeouts, FailureReason, head},
+    api::{Ec2Pool, Ec2Timeouts, FailureReason, UsageClass, head},
     clock_skew::CLOCK_SKEW_MAX,
 };
 
@@ -81,6 +81,9 @@ impl HeartbeatReads {
     }
 }
 
+/// Why a machine ends, or is not used, once EC2 has announced to take it back.
+pub const RECLAIMED: &str = "EC2 takes the spot machine back";
+
 /// How much of an agent's detail is shown. A machine may write anything there, up to DynamoDB's 400 KB.
 const DETAIL_MAX: usize = 1024;
 
@@ -141,6 +144,8 @@ impl Machine {
                     self.skew = Some(found.updated_at.duration_since(now));
                 }
                 found.public_key = found.public_key.or_else(|| self.public_key().cloned());
+                // An agent that has restarted may not have read the notice yet.
+                found.reclaimed |= self.is_reclaimed();
                 (self.report.heartbeat, self.silent) = (Some(found), SignedDuration::ZERO);
             }
             _ if self.has_spoken() => self.silent += gap,
@@ -164,6 +169,12 @@ impl Machine {
         matches!((self.public_key(), &beat.public_key), (Some(known), Some(found)) if known != found)
     }
 
+    /// Whether EC2 has announced that it takes the machine back, within two minutes.
+    pub fn is_reclaimed(&self) -> bool {
+        let announced = self.report.heartbeat.as_ref().is_some_and(|beat| beat.reclaimed);
+        announced && self.record.usage_class == UsageClass::Spot.as_str()
+    }
+
     /// Whether the next action depends on the agent's report, so that it is read often.
     pub fn awaits_agent(&self) -> bool {
         match self.record.state {
@@ -183,9 +194,9 @@ impl Machine {
         self.record.state == State::Idle && self.record.leaving.is_empty()
     }
 
-    /// Whether a claim can take it now: free, not expired, and with a key to seal a token to.
+    /// Whether a claim can take it now: free, not expired, not about to end, and with a key to seal a token to.
     pub fn is_claimable(&self, now: Timestamp) -> bool {
-        self.is_free() && !self.expired(now) && self.has_key()
+        self.is_free() && !self.expired(now) && !self.is_reclaimed() && self.has_key()
     }
 
     /// The key to seal tokens to, which its agent publishes with its first heartbeat.
@@ -272,6 +283,9 @@ pub fn check(tracked: &Machine, timeouts: &Ec2Timeouts, now: Timestamp) -> Machi
         State::Created => timeouts.validation,
         State::Claimed => timeouts.registration,
     };
+    if tracked.is_reclaimed() {
+        return MachineCheck::Failed(FailureReason::SpotReclaimed, RECLAIMED.into());
+    }
     let run = record.run_id.as_str();
     let dead = || {
         let message = format!("it has sent no heartbeat for {}", timeouts.heartbeat);

@@ -225,3 +225,29 @@ fn a_machine_that_dies_idle_is_found_at_most_five_seconds_after_its_limit() {
         }
     }
 }
+
+#[test]
+fn a_spot_machine_that_ec2_takes_back_is_not_used_and_its_notice_is_never_taken_back() {
+    let key = KeyPair::generate().public();
+    let beat = |second, reclaimed| Some(Heartbeat { public_key: Some(key.clone()), reclaimed, ..beat(at(second)) });
+    let spot = |state, run| {
+        let mut it = tracked(record("i-1", state, run, at(0)));
+        it.record.usage_class = "spot".into();
+        it
+    };
+    let mut it = spot(State::Idle, "");
+    it.read_heartbeat(beat(1, false), gap_max(), at(1));
+    assert!(it.is_claimable(at(1)) && !it.is_reclaimed());
+    it.read_heartbeat(beat(2, true), gap_max(), at(2));
+    it.read_heartbeat(beat(3, false), gap_max(), at(3));
+    assert!(it.is_reclaimed() && !it.is_claimable(at(3)), "a restarted agent has not read the notice yet");
+    it.record.usage_class = "on-demand".into();
+    assert!(!it.is_reclaimed(), "only spot machines are taken back");
+
+    for (state, failed) in [(State::Created, true), (State::Claimed, true), (State::Running, false)] {
+        let mut it = spot(state, RUN);
+        it.report = AgentReport { heartbeat: beat(3, true), signal: Some(said(Signal::Registered, RUN)) };
+        let checked = check(&it, &pool().timeouts, at(4));
+        assert_eq!(matches!(checked, MachineCheck::Failed(FailureReason::SpotReclaimed, _)), failed, "{state}");
+    }
+}

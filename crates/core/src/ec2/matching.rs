@@ -18,7 +18,7 @@ pub enum Availability {
     Free,
     /// It is idle but cannot be claimed yet: it still leaves its last run, or it is handed out.
     Busy,
-    /// Its record is not idle.
+    /// Its record is not idle, or EC2 takes it back.
     Taken,
     /// There is no such machine in this pool.
     Foreign,
@@ -31,7 +31,7 @@ impl Availability {
     pub fn of(machine: Option<&Machine>, message: &IdleMessage, now: Timestamp) -> Self {
         match machine {
             None => Self::Foreign,
-            Some(machine) if machine.record.state != State::Idle => Self::Taken,
+            Some(machine) if machine.record.state != State::Idle || machine.is_reclaimed() => Self::Taken,
             Some(machine) if reuse_scope::of_machine(&machine.record) != message.scope => Self::Outdated,
             Some(machine) if machine.is_claimable(now) => Self::Free,
             Some(_) => Self::Busy,

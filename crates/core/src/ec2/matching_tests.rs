@@ -74,6 +74,13 @@ fn a_message_is_outdated_once_its_machine_has_served_a_claim() {
     (machine.record.claims, machine.record.scope) = (1, "repository:acme/a".into());
     assert_eq!(Availability::of(Some(&machine), &sent, at(1)), Availability::Outdated);
     assert_eq!(Availability::of(Some(&machine), &machine.idle_message(), at(1)), Availability::Free);
+    machine.record.usage_class = "spot".into();
+    machine.report.heartbeat.as_mut().unwrap().reclaimed = true;
+    assert_eq!(
+        Availability::of(Some(&machine), &machine.idle_message(), at(1)),
+        Availability::Taken,
+        "EC2 takes it back"
+    );
 }
 
 #[test]

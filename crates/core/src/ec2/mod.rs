@@ -14,6 +14,7 @@ pub mod machine;
 pub mod matching;
 pub mod pool_status;
 pub mod requirements;
+pub mod rerun;
 pub mod reuse_scope;
 pub mod upkeep;
 pub mod user_data;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use jiff::{SignedDuration, Timestamp};
 use paddock_record::{Instance, SCRUB, Signal, State};
 
-use super::machine::Machine;
+use super::machine::{Machine, RECLAIMED};
 use crate::api::{Ec2Pool, FailureReason};
 
 /// How much longer a record is kept while its runner may still be registered with GitHub.
@@ -38,6 +38,12 @@ pub fn upkeep(tracked: &Machine, pool: &Ec2Pool, keep: bool, now: Timestamp) -> 
         return Upkeep::End(FailureReason::ThresholdPassed, message);
     }
     match record.state {
+        // One that serves a claim may finish its job, and one that leaves GitHub may finish that.
+        State::Created | State::Running | State::Idle
+            if tracked.is_reclaimed() && record.run_id.is_empty() && record.leaving.is_empty() =>
+        {
+            Upkeep::End(FailureReason::SpotReclaimed, RECLAIMED.into())
+        }
         State::Created if record.run_id.is_empty() => {
             let limit = SignedDuration::from(pool.timeouts.validation);
             match tracked.report.signal.as_ref().map(|last| last.signal) {
@@ -57,7 +63,9 @@ pub fn upkeep(tracked: &Machine, pool: &Ec2Pool, keep: bool, now: Timestamp) -> 
         State::Running if record.run_id.is_empty() => Upkeep::Warm,
         State::Idle if !record.leaving.is_empty() => {
             let limit = SignedDuration::from(pool.timeouts.deregistration);
-            if tracked.signalled(Signal::Deregistered, &record.leaving) {
+            if tracked.signalled(Signal::Deregistered, &record.leaving) && tracked.is_reclaimed() {
+                Upkeep::End(FailureReason::SpotReclaimed, RECLAIMED.into())
+            } else if tracked.signalled(Signal::Deregistered, &record.leaving) {
                 retirement(record, pool).unwrap_or(Upkeep::Pool)
             } else if tracked.signalled(Signal::DeregistrationFailed, &record.leaving) {
                 // Either way it is not reused: what its last run left behind is unknown.
@@ -108,22 +116,22 @@ pub struct Ec2State {
 }
 
 /// Why the machine of a record is gone, if it is. `missing_for_long`: EC2 has not listed it for a while; it shows a new
-/// instance late.
+/// instance late. One that EC2 announced to take back was taken back, whatever EC2 says of it later.
 pub fn lost(
     tracked: &Machine,
     seen: Option<Ec2State>,
     missing_for_long: bool,
 ) -> Option<(FailureReason, &'static str)> {
+    let took_back = Some((FailureReason::SpotReclaimed, "EC2 took the spot machine back"));
     match (tracked.record.state, seen) {
         (State::Terminated, _) => None,
         (_, Some(Ec2State { gone: false, .. })) => None,
-        (_, Some(Ec2State { reclaimed: true, .. })) => {
-            Some((FailureReason::SpotReclaimed, "EC2 took the spot machine back"))
-        }
+        (_, None) if !missing_for_long => None,
+        (_, Some(Ec2State { reclaimed, .. })) if reclaimed || tracked.is_reclaimed() => took_back,
+        (_, None) if tracked.is_reclaimed() => took_back,
         (_, Some(Ec2State { .. })) => {
             Some((FailureReason::InstanceGone, "the machine was terminated, and not by Paddock"))
         }
-        (_, None) if !missing_for_long => None,
         (_, None) => Some((FailureReason::InstanceGone, "EC2 does not have the machine any more")),
     }
 }

@@ -144,6 +144,40 @@ fn a_lost_machine_has_its_reason_and_a_new_one_is_not_missed_yet() {
         let found = lost(&it, seen, missing_for_long).map(|(reason, _)| reason);
         assert_eq!(found, reason, "{state} {seen:?} {missing_for_long}");
     }
+    for (seen, missing_for_long, reason) in [
+        (Some(alive), true, None),
+        (Some(gone), false, Some(SpotReclaimed)),
+        (None, false, None),
+        (None, true, Some(SpotReclaimed)),
+    ] {
+        let it = noticed(record("i-1", State::Running, RUN, at(0)));
+        let found = lost(&it, seen, missing_for_long).map(|(reason, _)| reason);
+        assert_eq!(found, reason, "after a notice: {seen:?} {missing_for_long}");
+    }
+}
+
+/// A spot machine that EC2 has announced to take back.
+fn noticed(mut record: Instance) -> Machine {
+    record.usage_class = "spot".into();
+    let mut it = tracked(record);
+    it.report.heartbeat = Some(Heartbeat { reclaimed: true, ..beat(at(1)) });
+    it
+}
+
+#[test]
+fn a_machine_that_ec2_takes_back_ends_at_once_unless_it_serves_or_leaves() {
+    let ends = |it: &Machine| matches!(upkeep(it, &pool(), true, at(2)), Upkeep::End(FailureReason::SpotReclaimed, _));
+    for state in [State::Created, State::Running, State::Idle] {
+        assert!(ends(&noticed(record("i-1", state, "", at(0)))), "{state}");
+    }
+    for state in [State::Created, State::Claimed, State::Running] {
+        let serving = noticed(record("i-1", state, RUN, at(0)));
+        assert_eq!(upkeep(&serving, &pool(), true, at(2)), Upkeep::Leave, "{state}: its claim decides");
+    }
+    let mut it = noticed(leaving(RUN, record("i-1", State::Idle, "", at(0))));
+    assert_eq!(upkeep(&it, &pool(), true, at(2)), Upkeep::Leave, "its runner leaves GitHub first");
+    it.report.signal = Some(said(Signal::Deregistered, RUN));
+    assert!(ends(&it));
 }
 
 #[test]

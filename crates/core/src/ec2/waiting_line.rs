@@ -297,7 +297,7 @@ mod tests {
         of_large.needs.resource_class = "large".into();
         let idle = [large, used("i-4", "c", 4)];
         let gets = |line: &[OpenClaim]| admitted_beside(line, &idle, 3, 0, &plenty());
-        assert_eq!(gets(&[own.clone()]), [after(&["i-3"])], "of another class");
+        assert_eq!(gets(std::slice::from_ref(&own)), [after(&["i-3"])], "of another class");
         assert_eq!(gets(&[of_large.clone(), own.clone()]), [after(&["i-4"]), no_room(1, 5)]);
         of_large.missing = 9;
         assert_eq!(gets(&[of_large, own]), [no_room(8, 5), after(&["i-4"])]);

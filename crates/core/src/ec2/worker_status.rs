@@ -66,6 +66,7 @@ pub fn status(tracked: &Machine, pool: &Ec2Pool, old: Option<&WorkerStatus>) -> 
         run_id: some(&record.run_id),
         threshold: record.threshold.map(seconds),
         heartbeat: if ended { None } else { heartbeat(tracked, pool, old) },
+        reclaimed: !ended && tracked.is_reclaimed(),
         runner: None,
         claims_served: record.claims,
         scope: some(&head(&record.scope, SCOPE_MAX)),

@@ -2,6 +2,7 @@
 
 use jiff::{SignedDuration, Timestamp};
 
+use super::rerun;
 use crate::{
     api::{ClaimPhase, Ec2Pool, RunnerClaim},
     demand::job_facts::JobFacts,
@@ -51,19 +52,19 @@ impl Asked {
     }
 }
 
-/// The repository and id of the run to ask about, and since when the claim is Ready; none if there is nothing to ask,
-/// or no way to.
+/// The repository and id of the run to ask about, and since when the claim is Ready, or over with interrupted jobs that
+/// may be run again; none if there is nothing to ask, or no way to.
 pub fn to_ask(claim: &RunnerClaim, pool: &Ec2Pool) -> Option<(String, i64, Timestamp)> {
     let status = claim.status.as_ref()?;
-    if status.phase != Some(ClaimPhase::Ready)
+    let phase = status.phase?;
+    if !(phase == ClaimPhase::Ready || pool.rerun_interrupted && rerun::is_open(status))
         || claim.metadata.deletion_timestamp.is_some()
         || JobFacts::of(claim).run_completed
     {
         return None;
     }
-    let of_pool = || pool.github.repository.as_ref().map(|name| format!("{}/{name}", pool.github.owner));
-    let repository = claim.spec.repository.clone().or_else(of_pool)?;
-    Some((repository, claim.spec.run_id.parse().ok()?, status.phase_times.ready.as_ref()?.0))
+    let (repository, run) = rerun::run_of(claim, pool)?;
+    Some((repository, run, status.phase_times.of(phase)?.0))
 }
 
 #[cfg(test)]
@@ -73,7 +74,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        api::ANNOTATION_RUN_STATE,
+        api::{ANNOTATION_RUN_STATE, Interruption},
         fixtures::ec2::{at, pool},
     };
 
@@ -124,7 +125,7 @@ mod tests {
             status.phase_times.ready = Some(Time(at(7)));
             claim
         };
-        let (org, mut repo) = (pool(), pool());
+        let (mut org, mut repo) = (pool(), pool());
         repo.github.repository = Some("rocket".into());
         let ask = |repository: &str| Some((repository.to_owned(), 42, at(7)));
         assert_eq!(to_ask(&claim("42", Some("acme/site")), &repo), ask("acme/site"));
@@ -137,5 +138,12 @@ mod tests {
         let mut waiting = claim("42", Some("acme/site"));
         waiting.status.as_mut().unwrap().phase = Some(ClaimPhase::Validating);
         assert_eq!(to_ask(&waiting, &org), None);
+        let mut lost = claim("42", Some("acme/site"));
+        let status = lost.status.as_mut().unwrap();
+        status.enter(ClaimPhase::Failed, at(9));
+        status.interruptions = vec![Interruption { worker: "i-1".into(), since: Time(at(8)) }];
+        assert_eq!(to_ask(&lost, &org), None);
+        org.rerun_interrupted = true;
+        assert_eq!(to_ask(&lost, &org), Some(("acme/site".into(), 42, at(9))), "its jobs may be run again");
     }
 }

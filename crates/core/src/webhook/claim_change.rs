@@ -10,6 +10,7 @@ use super::{
 use crate::{
     api::{ClaimPhase, FINALIZER, Hardware, LABEL_ENTITY, RunnerClaim, RunnerClaimSpec, RunnerPool},
     demand::{job_facts::JobFacts, pool_selection},
+    ec2::rerun,
 };
 
 /// The change that follows from an event.
@@ -80,8 +81,8 @@ fn claim(event: &JobEvent, pool: &RunnerPool) -> RunnerClaim {
     claim
 }
 
-/// Claims on EC2 pools that were created for the run. One that was created after the run ended is for a re-run, which
-/// has the same id.
+/// Claims on EC2 pools that were created for the run, and finished ones whose interrupted jobs may be run again. One that
+/// was created after the run ended is for a re-run, which has the same id.
 pub fn ended_by<'a>(
     event: &RunEvent,
     claims: impl IntoIterator<Item = &'a Arc<RunnerClaim>>,
@@ -94,7 +95,10 @@ pub fn ended_by<'a>(
             && spec.repository.as_ref().is_none_or(|named| named.eq_ignore_ascii_case(&repository))
             && claim.metadata.creation_timestamp.as_ref().is_some_and(|created| created.0 <= event.ended_at)
             && claim.metadata.deletion_timestamp.is_none()
-            && !claim.status.as_ref().and_then(|status| status.phase).is_some_and(ClaimPhase::is_over)
+            && claim
+                .status
+                .as_ref()
+                .is_none_or(|status| !status.phase.is_some_and(ClaimPhase::is_over) || rerun::is_open(status))
             && is_on_ec2(claim, pools)
     };
     claims.into_iter().filter(concerns).collect()

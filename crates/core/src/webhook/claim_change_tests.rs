@@ -354,6 +354,10 @@ fn only_open_ec2_claims_of_that_run_and_attempt_are_concerned() {
         let claim = with(&claim("c", second), json!({"spec": {"pool": "ec2", "labels": null}}));
         Arc::new(with(&claim, change))
     };
+    let interrupted = |rerun: Value| {
+        let interruptions = json!([{"worker": "i-1", "since": "2025-01-01T00:00:00Z"}]);
+        json!({"phase": "Failed", "interruptions": interruptions, "rerun": rerun})
+    };
     for (claim, concerned, why) in [
         (on(0, json!({})), true, "no repository is named"),
         (on(60, json!({"spec": {"repository": "acme/Rocket"}})), true, "names are compared without case"),
@@ -363,6 +367,8 @@ fn only_open_ec2_claims_of_that_run_and_attempt_are_concerned() {
         (on(0, json!({"spec": {"pool": "board"}})), false, "its job's own webhooks end it"),
         (on(0, json!({"spec": {"pool": "gone"}})), false, "its pool does not exist"),
         (on(0, json!({"status": {"phase": "Failed"}})), false, "finished"),
+        (on(0, json!({"status": interrupted(json!({}))})), true, "its interrupted jobs may be run again"),
+        (on(0, json!({"status": interrupted(json!({"outcome": "Done"}))})), false, "they were"),
         (on(0, json!({"metadata": {"deletionTimestamp": "2025-01-01T00:00:00Z"}})), false, "being deleted"),
     ] {
         assert_eq!(ended_by(&event, [&claim], &pools).len() == 1, concerned, "{why}");

@@ -26,7 +26,7 @@ async fn serve(State(table): State<Table>, headers: HeaderMap, body: Bytes) -> J
         return Json(json!({ "Table": { "TableArn": arn, "TableStatus": "ACTIVE" } }));
     }
     let wanted = &request["RequestItems"]["paddock-ci"];
-    assert_eq!(wanted["ProjectionExpression"], "#PK, #SK, #value, #updatedAt, #publicKey");
+    assert_eq!(wanted["ProjectionExpression"], "#PK, #SK, #value, #updatedAt, #publicKey, #reclaimed");
     let keys = wanted["Keys"].as_array().unwrap().clone();
     table.calls.lock().unwrap().push(keys.len());
     let (items, left) = (table.answer)(keys);

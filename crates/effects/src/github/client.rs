@@ -1,4 +1,4 @@
-//! The GitHub client: runners, runner groups, tokens and jobs.
+//! The GitHub client: runners, runner groups and tokens; `runs.rs` has the jobs.
 
 use std::{sync::Arc, time::Duration};
 
@@ -47,18 +47,6 @@ pub enum Removal {
     Gone,
     /// It runs a job and was not removed.
     Busy,
-}
-
-/// A job of a workflow run.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-pub struct WorkflowJob {
-    pub id: i64,
-    pub run_id: i64,
-    /// `queued`, `in_progress`, `completed`, `waiting`, …
-    pub status: String,
-    pub conclusion: Option<String>,
-    pub runner_id: Option<i64>,
-    pub runner_name: Option<String>,
 }
 
 /// GitHub's REST API, at the same address for every pool.
@@ -308,50 +296,10 @@ impl GitHub {
             Some(runner) => self.delete_runner(credentials, scope, runner.id).await,
         }
     }
-
-    /// A job of a repository, given as `owner/name`. `NotFound` means that the repository is seen and has no such job.
-    pub async fn job(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<WorkflowJob, GitHubError> {
-        let scope = repository_scope(repository);
-        let route = format!("{}/actions/jobs/{id}", scope.route());
-        let job = self.sessions.get_in_background(credentials, &scope, &route).await;
-        if let Err(GitHubError::NotFound(_)) = job {
-            self.sees_repository(credentials, &scope).await?;
-        }
-        job
-    }
-
-    async fn sees_repository(&self, credentials: &Credentials, scope: &Scope) -> Result<(), GitHubError> {
-        match self.sessions.get_in_background::<IgnoredAny>(credentials, scope, &scope.route()).await {
-            Err(GitHubError::NotFound(_)) => {
-                Err(GitHubError::Unexpected(format!("404 for the whole repository {scope}")))
-            }
-            outcome => outcome.map(drop),
-        }
-    }
-
-    /// Whether a workflow run has completed. `NotFound` is about the run, as above.
-    pub async fn run_is_over(&self, credentials: &Credentials, repository: &str, id: i64) -> Result<bool, GitHubError> {
-        #[derive(Deserialize)]
-        struct Run {
-            status: String,
-        }
-        let scope = repository_scope(repository);
-        let route = format!("{}/actions/runs/{id}", scope.route());
-        let run = self.sessions.get_in_background::<Run>(credentials, &scope, &route).await;
-        if let Err(GitHubError::NotFound(_)) = run {
-            self.sees_repository(credentials, &scope).await?;
-        }
-        Ok(run?.status == "completed")
-    }
 }
 
 fn group_key(credentials: &Credentials, org: &str, group: &str) -> GroupKey {
     (credentials.fingerprint.clone(), org.to_lowercase(), group.to_lowercase())
-}
-
-fn repository_scope(full: &str) -> Scope {
-    let (owner, name) = full.split_once('/').unwrap_or(("", full));
-    Scope::Repository { owner: owner.into(), name: name.into() }
 }
 
 #[derive(Deserialize)]

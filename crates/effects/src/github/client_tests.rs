@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
-use paddock_bed_github::{Effect, Fault, GitHub as Simulator, JobRequest, Options};
+use paddock_bed_github::{Conclusion, Effect, Fault, GitHub as Simulator, JobRequest, Options};
 use secrecy::ExposeSecret;
 
 use super::{super::credentials::Auth, *};
@@ -335,4 +335,33 @@ fn the_web_address_follows_from_the_api_address() {
     ] {
         assert_eq!(html_url(api), html);
     }
+}
+
+#[tokio::test]
+async fn failed_jobs_of_a_completed_run_run_again_and_githubs_refusals_are_told() {
+    let stage = stage().await;
+    let jobs: Vec<_> = (0..101)
+        .map(|_| {
+            let request =
+                JobRequest { owner: "acme".into(), repo: "hello".into(), run_id: Some(7), ..JobRequest::default() };
+            stage.simulator.queue_job(request).unwrap().id
+        })
+        .collect();
+    let seen = async || stage.github.workflow_run(&stage.app, "acme/hello", 7).await.unwrap();
+    let rerun = async |job| stage.github.rerun(&stage.app, "acme/hello", 7, job).await;
+    jobs.iter().skip(2).for_each(|job| stage.simulator.finish_job(*job, Conclusion::Success));
+    assert_eq!((seen().await.completed, seen().await.jobs.len()), (false, 101), "two pages");
+    assert_eq!(rerun(None).await, Err(GitHubError::Forbidden("This workflow is already running".into())));
+    jobs.iter().take(2).for_each(|job| stage.simulator.finish_job(*job, Conclusion::Failure));
+    let run = seen().await;
+    assert_eq!((run.completed, run.attempt), (true, 1));
+    let failed: Vec<_> = run.jobs.iter().filter(|job| job.conclusion.as_deref() == Some("failure")).collect();
+    assert!(failed.len() == 2 && failed.iter().all(|job| job.completed_at.is_some()));
+    assert_eq!(rerun(Some(failed[0].id)).await, Ok(()));
+    let run = seen().await;
+    assert_eq!((run.completed, run.attempt, run.jobs.len()), (false, 2, 101));
+    let waits = run.jobs.iter().find(|job| job.conclusion.is_none()).unwrap().id;
+    stage.simulator.finish_job(waits.unsigned_abs(), Conclusion::Success);
+    assert_eq!(rerun(None).await, Ok(()));
+    assert_eq!(seen().await.attempt, 3);
 }

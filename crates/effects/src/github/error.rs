@@ -39,7 +39,7 @@ pub enum GitHubError {
     #[error("GitHub refuses it: {0}")]
     Refused(String),
     /// An answer that GitHub does not document; nothing follows from it.
-    #[error("GitHub answers as nobody expects: {0}")]
+    #[error("GitHub answers in a way that it does not document: {0}")]
     Unexpected(String),
     #[error(transparent)]
     Fenced(#[from] crate::fence::Fenced),

@@ -8,7 +8,9 @@ pub mod error;
 mod etags;
 mod rate_limits;
 mod redirect;
+mod runs;
 mod session;
 
-pub use client::{GitHub, JitConfig, KnownRunner, Removal, WorkflowJob};
+pub use client::{GitHub, JitConfig, KnownRunner, Removal};
 pub use error::GitHubError;
+pub use runs::WorkflowJob;

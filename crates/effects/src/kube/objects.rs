@@ -4,7 +4,7 @@ use std::fmt::Debug;
 
 use kube::{
     Api, Client, Resource, ResourceExt,
-    api::{DeleteParams, Patch, PatchParams, Preconditions},
+    api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions},
     core::NamespaceResourceScope,
 };
 use paddock_core::api::{FIELD_MANAGER, FINALIZER};
@@ -50,6 +50,16 @@ impl KubeError {
 }
 
 type Result<T> = std::result::Result<T, KubeError>;
+
+/// Creates an object, unless there is one of its name.
+pub async fn create<K: Object + Serialize>(client: &Client, object: &K) -> Result<()> {
+    let parameters = PostParams { field_manager: Some(FIELD_MANAGER.into()), ..PostParams::default() };
+    match api(client, object).create(&parameters, object).await {
+        Ok(_) => Ok(()),
+        Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(()),
+        Err(error) => Err(KubeError::new(cannot_write("", object))(error)),
+    }
+}
 
 /// Whether a write was applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -161,16 +161,16 @@ impl LedgerIndex {
         order.into_iter().take(HEARTBEATS_PER_READ).map(|(_, id)| id.clone()).collect()
     }
 
-    /// Stores heartbeats and returns the instances that are silent or have a new key.
+    /// Stores heartbeats and returns the instances that are silent, have a new key, or are about to be taken back.
     pub fn update_heartbeats(&mut self, reports: Reports, now: Timestamp) -> Vec<Machine> {
         let gap_max = self.heartbeat_reads().gap_max();
         let mut changed = Vec::new();
         let unheard = self.muted.iter().map(|id| (id.clone(), ReadReport::default()));
         for (id, read) in reports.into_iter().chain(unheard.collect::<Vec<_>>()) {
-            let had_key = self.all.get(&id).is_some_and(|machine| machine.public_key().is_some());
+            let before = self.all.get(&id).map(news);
             self.take_heartbeat(&id, read, gap_max, now);
             let Some(machine) = self.all.get(&id).filter(|it| it.record.state != State::Terminated) else { continue };
-            if machine.silent >= SILENCE_REPORTED || machine.public_key().is_some() != had_key {
+            if machine.silent >= SILENCE_REPORTED || Some(news(machine)) != before {
                 changed.push(machine.clone());
             }
         }
@@ -216,7 +216,7 @@ impl LedgerIndex {
             let (Some(mut read), Some(machine)) = (reports.remove(&query.id), self.all.get_mut(&query.id)) else {
                 continue;
             };
-            let had_key = machine.public_key().is_some();
+            let before = news(machine);
             let signal = read.report.signal.take();
             let new_signal = machine.report.signal != signal;
             machine.report.signal = signal;
@@ -226,12 +226,17 @@ impl LedgerIndex {
                 self.note_fault(&query.id, fault);
             }
             let Some(machine) = self.all.get(&query.id) else { continue };
-            if new_signal || machine.public_key().is_some() != had_key {
+            if new_signal || news(machine) != before {
                 changed.push(machine.clone());
             }
         }
         changed
     }
+}
+
+/// What matters of a heartbeat, besides that it comes: whether there is a key, and a notice of EC2's.
+fn news(machine: &Machine) -> (bool, bool) {
+    (machine.public_key().is_some(), machine.is_reclaimed())
 }
 
 fn discard<K: std::hash::Hash + Eq>(index: &mut HashMap<K, BTreeSet<String>>, key: &K, id: &str) {
@@ -329,6 +334,21 @@ mod tests {
         let unread = index.get("i-1").unwrap().clone();
         assert_eq!(index.update(&both, Reports::new(), now).len(), 0);
         assert_eq!(index.get("i-1"), Some(&unread), "what was not read is no news");
+    }
+
+    #[test]
+    fn ec2s_notice_in_a_heartbeat_is_a_change() {
+        let (mut index, now) = (LedgerIndex::default(), Instant::now());
+        let mut machine = held("i-1", "a", State::Running);
+        machine.record.usage_class = "spot".into();
+        index.put(machine, now);
+        let mut read = |second, reclaimed| {
+            let beat = Heartbeat { reclaimed, ..beat(at(second)) };
+            let report = AgentReport { heartbeat: Some(beat), signal: None };
+            let reports = Reports::from([("i-1".to_owned(), ReadReport { report, fault: None })]);
+            index.update_heartbeats(reports, at(second)).len()
+        };
+        assert_eq!([read(1, false), read(6, true), read(11, true)], [0, 1, 0]);
     }
 
     #[test]

@@ -51,6 +51,7 @@ impl Work {
             | ClaimAction::Finish(..)
             | ClaimAction::Dump(_)
             | ClaimAction::Settle
+            | ClaimAction::Rerun(_)
             | ClaimAction::Finalize => Ok(Applied::Done),
         }
     }
@@ -97,7 +98,8 @@ impl Work {
         let threshold = supply.spec.lifetimes.claimed.after(now);
         let (mut transitions, mut tried) = (Vec::new(), Vec::new());
         for candidate in candidates {
-            let known = ledger.get(&candidate.machine.instance_id).filter(|machine| !machine.expired(now));
+            let known = ledger.get(&candidate.machine.instance_id);
+            let known = known.filter(|machine| !machine.expired(now) && !machine.is_reclaimed());
             // The message may be older than the machine's last claim.
             let fitting = known.filter(|machine| supply.needs.fits_scope(&machine.record));
             let claimed = fitting.and_then(|machine| {

@@ -2,6 +2,7 @@
 
 mod acquire;
 mod release;
+mod rerun;
 
 use std::{collections::HashMap, ops::ControlFlow, sync::Arc};
 
@@ -15,7 +16,7 @@ use kube::{
     },
 };
 use paddock_core::{
-    api::{ClaimPhase, ClaimReason, Ec2Pool, Hardware, RunnerClaim, RunnerClaimStatus, RunnerPool},
+    api::{ClaimPhase, ClaimReason, Ec2Pool, Hardware, RerunOutcome, RunnerClaim, RunnerClaimStatus, RunnerPool},
     demand::job_facts::JobFacts,
     ec2::{
         capacity_memory::CapacityMemory,
@@ -202,6 +203,7 @@ impl Work {
             cluster: &self.context.shared.settings.cluster_name,
             pool_exhausted: self.pool_exhausted,
             run_completed: observed.run_completed,
+            reruns: observed.ec2().is_some_and(|pool| pool.rerun_interrupted),
             last: &self.last,
         }
     }
@@ -243,6 +245,7 @@ impl Work {
                 self.room = None;
                 self.dump(why).await
             }
+            ClaimAction::Rerun(step) => self.rerun(step).await,
             ClaimAction::Finalize => self.finalize().await,
             ClaimAction::Select(_)
             | ClaimAction::LookUpOffer
@@ -277,8 +280,13 @@ impl Work {
             Err(error) => return Err(error),
         };
         let status = self.status_after(observed, action, &applied);
-        if let Some(message) = claim_status::newly_lost(&self.status, &status) {
-            self.event(EventType::Warning, ClaimReason::WorkerLost.as_str(), message.to_owned());
+        if let Some((reason, message)) = claim_status::newly_lost(&self.status, &status) {
+            self.event(EventType::Warning, reason, message.to_owned());
+        }
+        if let Some((outcome, message)) = claim_status::newly_rerun(&self.status, &status) {
+            let is_done = outcome == RerunOutcome::Done;
+            let (type_, reason) = if is_done { (EventType::Normal, "Rerun") } else { (EventType::Warning, "NotRerun") };
+            self.event(type_, reason, format!("run {}: {message}", self.claim.spec.run_id));
         }
         self.status = status;
         let (write, next) = next(action, &applied, clock::now());
@@ -380,6 +388,10 @@ impl Work {
 }
 
 impl Observed {
+    fn ec2(&self) -> Option<&Ec2Pool> {
+        self.pool.as_ref()?.spec.ec2.as_ref()
+    }
+
     fn chosen(&self, ids: &[String]) -> Vec<Machine> {
         self.machines.iter().filter(|machine| ids.contains(&machine.record.instance_id)).cloned().collect()
     }

@@ -4,7 +4,7 @@ use std::{collections::HashSet, sync::Arc};
 
 use kube::{Api, runtime::events::EventType};
 use paddock_core::{
-    api::{Ec2Pool, Queue, RunnerClaim, RunnerPool},
+    api::{Ec2Pool, FailureReason, Queue, RunnerClaim, RunnerPool},
     ec2::{
         claim::claim_ref,
         machine::Machine,
@@ -76,7 +76,7 @@ pub(super) async fn keep_up(
                     "WorkerEnded",
                     format!("{id}: {why}"),
                 );
-                if machine.record.state == State::Created {
+                if machine.record.state == State::Created && reason != FailureReason::SpotReclaimed {
                     context.pools.note_failed_boot(key, pool.metadata.generation, format!("{id}: {why}"));
                 }
                 failures.note(context.end_instance(id, reason, &why).await);
