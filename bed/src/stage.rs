@@ -178,7 +178,7 @@ impl Stage {
     pub fn ec2_pool(&self, namespace: &str, name: &str, changes: Value) -> Value {
         let subnets: Vec<_> = self.aws.subnets().into_iter().map(|(subnet, _)| subnet).collect();
         let mut ec2 = json!({
-            "amiId": self.aws.ami_id(),
+            "ami": { "id": self.aws.ami_id() },
             "instanceProfile": "paddock-runner",
             "securityGroupIds": [self.aws.security_group_id()],
             "subnetIds": subnets,

@@ -51,7 +51,7 @@ async fn defaults_agree(shared: Arc<Shared>) -> Result<()> {
             "RunnerPool",
             "least-ec2",
             json!({ "ec2": {
-        "amiId": "ami-01234567", "instanceProfile": "runner", "securityGroupIds": ["sg-01234567"],
+        "ami": { "id": "ami-01234567" }, "instanceProfile": "runner", "securityGroupIds": ["sg-01234567"],
         "subnetIds": ["subnet-01234567"], "runnerVersion": "2.330.0",
         "agent": { "url": "https://example.com/agent", "sha256": "0".repeat(64) },
         "resourceClasses": [{ "name": "small", "cpu": 2, "memoryMiB": 4096 }],

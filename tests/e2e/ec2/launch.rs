@@ -158,8 +158,8 @@ pub async fn pool_condition_shows_refused_launch_until_it_succeeds(world: &World
             .with_context(|| reason.to_owned())
     };
     said("InvalidSpec", "check spec.ec2.subnetIds").await?;
-    pool.set(json!({ "minIdle": 1, "amiId": "ami-0123abcd" })).await?;
-    said("InvalidSpec", "check spec.ec2.amiId").await?;
+    pool.set(json!({ "minIdle": 1, "ami": { "id": "ami-0123abcd" } })).await?;
+    said("InvalidSpec", "check spec.ec2.ami").await?;
     pool.set(json!({ "minIdle": 1, "securityGroupIds": ["sg-0123abcd"] })).await?;
     said("InvalidSpec", "check spec.ec2.securityGroupIds").await?;
     pool.set(json!({ "minIdle": 1, "instanceProfile": "mistyped" })).await?;

@@ -32,6 +32,16 @@ pub(super) mod pattern {
     pub const HTTP_URL: &str = r"^https?://[-A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%]+$";
     pub const SHA256: &str = "^[0-9a-f]{64}$";
     pub const AMI: &str = "^ami-([0-9a-f]{8}|[0-9a-f]{17})$";
+    /// The name or ARN of an SSM parameter, and a version or label of it.
+    pub const SSM_PARAMETER: &str =
+        "^(arn:aws[-a-z]*:ssm:[-a-z0-9]+:[0-9]{12}:parameter/)?[-._/A-Za-z0-9]+(:[-._A-Za-z0-9]+)?$";
+    pub const DEVICE: &str = "^(/dev/)?[a-z][a-z0-9/]*$";
+    /// An address without user and password, of characters that need no quotes anywhere.
+    pub const PROXY_URL: &str = r"^https?://([-A-Za-z0-9._]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?$";
+    /// A host, a domain (`.example.com`), an address or a network.
+    pub const PROXY_EXCEPTION: &str = r"^[-A-Za-z0-9._:/*\[\]]+$";
+    pub const CERTIFICATES: &str =
+        r"^[^\x00]*-----BEGIN CERTIFICATE-----[-A-Za-z0-9+/=\s]+-----END CERTIFICATE-----[^\x00]*$";
     pub const SUBNET: &str = "^subnet-([0-9a-f]{8}|[0-9a-f]{17})$";
     pub const INSTANCE: &str = "^i-([0-9a-f]{8}|[0-9a-f]{17})$";
     pub const SECURITY_GROUP: &str = "^sg-([0-9a-f]{8}|[0-9a-f]{17})$";
@@ -336,10 +346,7 @@ pub(super) fn conditions_schema(_: &mut SchemaGenerator) -> Schema {
 
 /// A list of instance types, each possibly with `*`.
 pub(super) fn instance_types_schema(_: &mut SchemaGenerator) -> Schema {
-    json_schema!({
-        "type": "array", "minItems": 1, "maxItems": 64, "x-kubernetes-list-type": "set",
-        "items": { "type": "string", "minLength": 1, "maxLength": 30, "pattern": pattern::INSTANCE_TYPES },
-    })
+    set_schema(1, 64, 30, pattern::INSTANCE_TYPES)
 }
 
 /// One set of `runs-on` labels. GitHub compares labels without case, so neither may two differ in case alone.
@@ -359,6 +366,14 @@ pub(super) fn label_sets_schema(generator: &mut SchemaGenerator) -> Schema {
     json_schema!({
         "type": "array", "maxItems": 32, "x-kubernetes-list-type": "atomic",
         "items": label_set_schema(generator),
+    })
+}
+
+/// A set of texts.
+pub(super) fn set_schema(min: usize, max: usize, length: usize, pattern: &str) -> Schema {
+    json_schema!({
+        "type": "array", "minItems": min, "maxItems": max, "x-kubernetes-list-type": "set",
+        "items": { "type": "string", "minLength": 1, "maxLength": length, "pattern": pattern },
     })
 }
 

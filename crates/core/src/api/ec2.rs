@@ -4,7 +4,10 @@ use kube_derive::KubeSchema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::common::{Duration, SecretRef, UsageClass, duration_or_zero, instance_types_schema, pattern};
+use super::{
+    common::{Duration, SecretRef, UsageClass, duration_or_zero, instance_types_schema, pattern},
+    machine::Ami,
+};
 
 /// Warm machines in EC2 that are reused across workflows.
 #[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -14,13 +17,22 @@ use super::common::{Duration, SecretRef, UsageClass, duration_or_zero, instance_
     validation = Rule::new("self.minIdle <= self.maxInstances")
         .message("minIdle must not be greater than maxInstances").field_path(".minIdle"),
     validation = Rule::new("!has(self.defaults.resourceClass) || self.resourceClasses.exists(c, c.name == self.defaults.resourceClass)")
-        .message("defaults.resourceClass must name one of resourceClasses").field_path(".defaults.resourceClass")
+        .message("defaults.resourceClass must name one of resourceClasses").field_path(".defaults.resourceClass"),
+    validation = Rule::new("!has(self.amiId)")
+        .message("moved to ami.id").field_path(".amiId").reason(Reason::FieldValueForbidden),
+    validation = Rule::new("has(self.amiId) || has(self.ami.id) != has(self.ami.ssmParameter)")
+        .message("exactly one of id and ssmParameter must be set").field_path(".ami")
 )]
 #[serde(rename_all = "camelCase")]
 pub struct Ec2Pool {
-    /// The machine image, for example `ami-0abcdef1234567890`. Needs `bash`, `curl`, `tar` and `sha256sum`.
-    #[schemars(length(max = 21), regex(pattern = pattern::AMI))]
-    pub ami_id: String,
+    /// The machine image.
+    #[serde(default)]
+    pub ami: Ami,
+
+    /// Moved to `ami.id`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 64))]
+    pub ami_id: Option<String>,
 
     /// The instance profile, by name or ARN, that lets the agent reach the cluster's table.
     #[schemars(length(min = 1, max = 512), regex(pattern = pattern::INSTANCE_PROFILE))]

@@ -12,6 +12,7 @@ pub mod ec2;
 pub mod failure;
 mod generate;
 pub mod launch_order;
+pub mod machine;
 pub mod pool;
 pub mod reasons;
 mod reference;
@@ -34,6 +35,7 @@ pub use ec2::{
 pub use failure::{ContainerEnd, FAILURE_MESSAGE_MAX, Failure, LOG_TAIL_MAX, PodEvent};
 pub use generate::{crds, crds_yaml};
 pub use launch_order::{CapacityShortage, IncludedTypes, LaunchOrder, OrderSubnet};
+pub use machine::{Ami, BlockDevice, Proxy, SSM_PREFIX, VolumeType};
 pub use pool::{
     ClassTypes, Hardware, LaunchTemplate, PoolKind, Queue, RunnerPool, RunnerPoolSpec, RunnerPoolStatus, Slots,
     WorkerCounts,

@@ -6,11 +6,11 @@ use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use sha2::{Digest, Sha256};
 
-use super::requirements::Requirements;
+use super::{pool_status::PoolProblem, requirements::Requirements};
 use crate::{
     api::{
-        Ec2Pool, IncludedTypes, LaunchOrder, LaunchTemplate, OrderSubnet, TAG_CLAIM, TAG_CLUSTER, TAG_INITIAL_RUN_ID,
-        TAG_POOL, UsageClass,
+        Ec2Pool, IncludedTypes, LaunchOrder, LaunchTemplate, OrderSubnet, PoolReason, TAG_CLAIM, TAG_CLUSTER,
+        TAG_INITIAL_RUN_ID, TAG_POOL, UsageClass,
     },
     names::PoolKey,
 };
@@ -19,7 +19,8 @@ use crate::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TemplateRequest {
     pub name: String,
-    pub ami_id: String,
+    /// The image's id, or the SSM parameter that has it.
+    pub image: String,
     pub instance_profile: String,
     pub security_group_ids: Vec<String>,
     /// In base64, as EC2 takes it.
@@ -105,10 +106,16 @@ pub fn tags(cluster: &str, pool: &PoolKey, claim: Option<(&str, &str)>) -> BTree
     all.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
 }
 
-pub fn template(cluster: &str, key: &PoolKey, pool: &Ec2Pool, user_data: String) -> TemplateRequest {
+pub fn template(
+    cluster: &str,
+    key: &PoolKey,
+    pool: &Ec2Pool,
+    user_data: String,
+) -> Result<TemplateRequest, PoolProblem> {
+    let moved = || (PoolReason::InvalidSpec, "spec.ec2.amiId has moved: set spec.ec2.ami.id instead".to_owned());
     let mut request = TemplateRequest {
         name: template_name(cluster, key),
-        ami_id: pool.ami_id.clone(),
+        image: pool.ami.reference().ok_or_else(moved)?,
         instance_profile: pool.instance_profile.clone(),
         security_group_ids: pool.security_group_ids.clone(),
         user_data,
@@ -120,7 +127,7 @@ pub fn template(cluster: &str, key: &PoolKey, pool: &Ec2Pool, user_data: String)
         digest: String::new(),
     };
     request.digest = hex(&format!("{request:?}"));
-    request
+    Ok(request)
 }
 
 /// EC2 allows 128 characters.

@@ -148,7 +148,7 @@ impl Cause {
 pub fn hint(code: &str, message: &str, call: &str) -> String {
     let about = [
         ("InvalidSubnet", "check spec.ec2.subnetIds"),
-        ("InvalidAMI", "check spec.ec2.amiId"),
+        ("InvalidAMI", "check spec.ec2.ami"),
         ("InvalidGroup", "check spec.ec2.securityGroupIds"),
         ("InvalidSecurityGroup", "check spec.ec2.securityGroupIds"),
         ("InvalidIamInstanceProfile", "check spec.ec2.instanceProfile"),

@@ -15,7 +15,7 @@ fn what_is_not_capacity_is_the_pools_problem_and_says_what_to_change() {
     let cause = |code: &str| Cause { code: code.into(), message: "No.".into(), ..out("a", "") };
     for (code, expected) in [
         ("InvalidSubnetID.NotFound", (PoolReason::InvalidSpec, "check spec.ec2.subnetIds")),
-        ("InvalidAMIID.NotFound", (PoolReason::InvalidSpec, "check spec.ec2.amiId")),
+        ("InvalidAMIID.NotFound", (PoolReason::InvalidSpec, "check spec.ec2.ami")),
         ("InvalidGroup.NotFound", (PoolReason::InvalidSpec, "check spec.ec2.securityGroupIds")),
         ("InvalidIamInstanceProfile.NotFound", (PoolReason::InvalidSpec, "check spec.ec2.instanceProfile")),
         (

@@ -168,7 +168,7 @@ async fn prepare(
     };
     let script = user_data(&config, &ec2.agent.url, &ec2.agent.sha256)
         .map_err(|error| (PoolReason::UserDataTooLarge, error.to_string()))?;
-    let wanted = template(cluster, &key, ec2, BASE64_STANDARD.encode(script));
+    let wanted = template(cluster, &key, ec2, BASE64_STANDARD.encode(script))?;
     new.launch_template = Some(context.machines.ensure_template(&wanted).await.map_err(aws_problem)?);
     let mut classes = Vec::new();
     for class in &ec2.resource_classes {
