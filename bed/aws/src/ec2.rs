@@ -19,6 +19,7 @@ use crate::{
         LaunchFacts, Shutdown,
     },
     requirements::Requirements,
+    template_fields,
     templates::{self, Template},
     xml,
 };
@@ -54,7 +55,7 @@ pub async fn perform(front: &Arc<Front>, action: &str, form: Form, quirk: Option
             check_user_data(form.get("LaunchTemplateData.UserData"))?;
             templates::create(front, form, invisible).await?
         }
-        "DescribeLaunchTemplateVersions" => templates::versions(front, form).await?,
+        "DescribeLaunchTemplateVersions" => template_fields::describe_versions(front, form).await?,
         "DeleteLaunchTemplate" => templates::delete(front, form).await?,
         "GetInstanceTypesFromInstanceRequirements" => preview(front, &form)?,
         "CreateTags" | "DeleteTags" => tag(front, form, action == "CreateTags").await?,
@@ -117,6 +118,11 @@ pub async fn launch(front: &Front, mut form: Form, invisible: Option<Duration>) 
     complete("ImageId", Some(template.image_id.as_str()).filter(|id| !id.is_empty()));
     complete("InstanceInitiatedShutdownBehavior", shutdown.as_deref());
     template.metadata.iter().for_each(|(key, value)| complete(key, Some(value)));
+    if let Some(image) = form.get("ImageId").map(str::to_owned) {
+        form.remove("ImageId");
+        form = form.with("ImageId", front.parameters.image(&image)?);
+    }
+    form = template.network.complete(form)?;
     let facts = LaunchFacts {
         shutdown: if shutdown.as_deref() == Some("terminate") { Shutdown::Terminate } else { Shutdown::Stop },
         role,

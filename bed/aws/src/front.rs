@@ -30,6 +30,7 @@ use crate::{
     line::Line,
     records::Records,
     sqs::{self, Queues},
+    template_fields::Parameters,
     templates,
 };
 
@@ -90,6 +91,7 @@ pub struct Front {
     pub fleets: Fleets,
     pub templates: templates::Hidden,
     pub checker: Option<Checker>,
+    pub parameters: Parameters,
     /// Files that machines download, by URL path. They are in memory: a hundred machines boot at a time, and streaming
     /// from disk costs an unoptimised build one CPU second each.
     pub files: Mutex<HashMap<String, Bytes>>,

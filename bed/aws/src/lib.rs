@@ -27,6 +27,7 @@ mod queues;
 mod records;
 mod requirements;
 mod sqs;
+mod template_fields;
 mod templates;
 mod validate;
 mod xml;
@@ -149,6 +150,18 @@ impl Aws {
     /// An image that can be launched.
     pub fn ami_id(&self) -> &str {
         &self.ami_id
+    }
+
+    /// One more image, as a newer build of the first.
+    pub async fn register_image(&self, name: &str) -> Result<String> {
+        let image = Form::action("RegisterImage").with("Name", name).with("Architecture", "x86_64");
+        let front = self.front.clone();
+        self.runtime.handle().spawn(async move { learn(&front, &image, "imageId").await }).await?
+    }
+
+    /// Sets a parameter of SSM to the id of an image.
+    pub fn set_parameter(&self, name: &str, image: &str) {
+        self.front.parameters.set(name, image);
     }
 
     /// A security group that can be launched into.
@@ -333,6 +346,7 @@ async fn prepare(dir: PathBuf, options: Options) -> Result<Aws> {
         fleets: Default::default(),
         templates: Default::default(),
         checker: options.validate.then(Checker::start),
+        parameters: Default::default(),
         files: Default::default(),
         moto: Default::default(),
     });

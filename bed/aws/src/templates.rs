@@ -12,6 +12,7 @@ use roxmltree::Document;
 use crate::{
     form::Form,
     front::{Failure, Front, Outcome},
+    template_fields::Network,
     xml,
 };
 
@@ -40,6 +41,7 @@ pub struct Template {
     pub profile: Option<String>,
     pub user_data: Option<String>,
     pub metadata: Vec<(&'static str, String)>,
+    pub network: Network,
 }
 
 impl Template {
@@ -73,6 +75,7 @@ impl Template {
             profile: data(&["iamInstanceProfile", "name"]).or_else(|| data(&["iamInstanceProfile", "arn"])),
             user_data: data(&["userData"]),
             metadata: metadata.into_iter().flatten().collect(),
+            network: xml::child(item, "launchTemplateData").map(Network::read).unwrap_or_default(),
         })
     }
 }

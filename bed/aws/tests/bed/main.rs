@@ -10,6 +10,7 @@ mod machines;
 mod queues;
 mod store;
 mod support;
+mod template_fields;
 mod visibility;
 
 use std::process::ExitCode;
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
             errors_of_a_fleet_can_be_asked_for;
         visibility: new_launch_template_is_missing_for_a_while new_version_is_missing_for_a_while
             new_instance_is_unknown_for_a_while;
+        template_fields: an_image_is_looked_up_in_ssm_when_it_is_needed volumes_and_an_address_come_from_the_template;
         machines: user_data_runs_with_metadata_of_its_own and_dies_with_the_instance
             shutdown_terminates_as_the_template_says spot_instance_is_announced_then_taken
             frozen_machine_stops_and_thaws crashed_machine_leaves_its_instance_running

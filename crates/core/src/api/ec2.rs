@@ -1,12 +1,14 @@
 //! `RunnerPool.spec.ec2`: warm machines.
 
+use std::collections::BTreeMap;
+
 use kube_derive::KubeSchema;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::{
     common::{Duration, SecretRef, UsageClass, duration_or_zero, instance_types_schema, pattern},
-    machine::Ami,
+    machine::{Ami, BlockDevice, tags_schema},
 };
 
 /// Warm machines in EC2 that are reused across workflows.
@@ -102,6 +104,20 @@ pub struct Ec2Pool {
     /// run, when that has completed. The App, or the token, needs the repository permission Actions: read and write.
     #[serde(default)]
     pub rerun_interrupted: bool,
+
+    /// The machines' volumes, where they are to differ from the image's.
+    #[serde(default)]
+    #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["deviceName"]))]
+    pub block_devices: Vec<BlockDevice>,
+
+    /// Tags of the machines and their volumes, beside Paddock's own; `Name` may be among them.
+    #[serde(default)]
+    #[schemars(schema_with = "tags_schema")]
+    pub tags: BTreeMap<String, String>,
+
+    /// Whether the machines have a public IPv4 address; left out: as their subnet says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub public_address: Option<bool>,
 }
 
 impl Ec2Pool {

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use super::{pool_status::PoolProblem, requirements::Requirements};
 use crate::{
     api::{
-        Ec2Pool, IncludedTypes, LaunchOrder, LaunchTemplate, OrderSubnet, PoolReason, TAG_CLAIM, TAG_CLUSTER,
+        BlockDevice, Ec2Pool, IncludedTypes, LaunchOrder, LaunchTemplate, OrderSubnet, PoolReason, TAG_CLAIM, TAG_CLUSTER,
         TAG_INITIAL_RUN_ID, TAG_POOL, UsageClass,
     },
     names::PoolKey,
@@ -23,8 +23,11 @@ pub struct TemplateRequest {
     pub image: String,
     pub instance_profile: String,
     pub security_group_ids: Vec<String>,
+    pub block_devices: Vec<BlockDevice>,
+    pub public_address: Option<bool>,
     /// In base64, as EC2 takes it.
     pub user_data: String,
+    /// Of instances and volumes.
     pub tags: Vec<(String, String)>,
     /// Digest of all the above; stored as the description of the template's version to detect drift.
     pub digest: String,
@@ -118,12 +121,16 @@ pub fn template(
         image: pool.ami.reference().ok_or_else(moved)?,
         instance_profile: pool.instance_profile.clone(),
         security_group_ids: pool.security_group_ids.clone(),
+        block_devices: pool.block_devices.clone(),
+        public_address: pool.public_address,
         user_data,
-        tags: vec![
-            (TAG_CLUSTER.into(), cluster.into()),
-            (TAG_POOL.into(), key.to_string()),
-            ("Name".into(), format!("paddock {key}")),
-        ],
+        tags: [("Name".into(), format!("paddock {key}"))]
+            .into_iter()
+            .chain(pool.tags.clone())
+            .chain([(TAG_CLUSTER.into(), cluster.into()), (TAG_POOL.into(), key.to_string())])
+            .collect::<BTreeMap<_, _>>()
+            .into_iter()
+            .collect(),
         digest: String::new(),
     };
     request.digest = hex(&format!("{request:?}"));

@@ -1,23 +1,20 @@
-//! EC2: launch templates, fleets and termination.
+//! EC2: what a pool needs there, its instances, and their termination.
 
 use std::{
     collections::HashMap,
     sync::{Arc, Mutex},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use aws_sdk_ec2::{
     Client,
     types::{
-        Filter, InstanceStateName, LaunchTemplateHttpTokensState, LaunchTemplateIamInstanceProfileSpecificationRequest,
-        LaunchTemplateInstanceMetadataOptionsRequest, LaunchTemplateInstanceMetadataTagsState,
-        LaunchTemplateTagSpecificationRequest, RequestLaunchTemplateData, ResourceType, ShutdownBehavior, Tag,
-        TagSpecification,
+        Filter, InstanceStateName, ResourceType, Tag, TagSpecification,
     },
 };
 use paddock_core::{
     api::{Ec2Pool, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
-    ec2::{launch::TemplateRequest, launch_error::Cause, zones::Subnet},
+    ec2::{launch_error::Cause, zones::Subnet},
     names::PoolKey,
 };
 
@@ -31,16 +28,13 @@ use crate::lock;
 /// The state reason of a spot instance that EC2 reclaimed.
 const SPOT_RECLAIMED: &str = "Server.SpotInstanceTermination";
 
-/// How long EC2 may take to show a new version of a launch template.
-const VISIBLE_AFTER: Duration = Duration::from_secs(60);
-
 #[derive(Clone)]
 pub struct Machines {
     pub(super) client: Client,
     pub(super) sizes: Arc<Sizes>,
     pub(super) type_counts: Arc<TypeCounts>,
     /// The template versions that were created last, by their template's id.
-    new_versions: Arc<Mutex<HashMap<String, (Instant, LaunchTemplate)>>>,
+    pub(super) new_versions: Arc<Mutex<HashMap<String, (Instant, LaunchTemplate)>>>,
 }
 
 /// Where a pool's machines are launched, as EC2 describes it.
@@ -90,84 +84,10 @@ impl Machines {
         Self { client, sizes: Arc::default(), type_counts: Arc::default(), new_versions: Arc::default() }
     }
 
-    /// Creates a template version unless the latest one has the digest of `wanted`.
-    pub async fn ensure_template(&self, wanted: &TemplateRequest) -> Result<LaunchTemplate, AwsError> {
-        let is_wanted = |template: &LaunchTemplate| template.digest.as_deref() == Some(&wanted.digest);
-        let latest = self
-            .client
-            .describe_launch_template_versions()
-            .launch_template_name(&wanted.name)
-            .versions("$Latest")
-            .send()
-            .await
-            .map_err(word("DescribeLaunchTemplateVersions"));
-        let versions = match latest {
-            Ok(answer) => answer.launch_template_versions.unwrap_or_default(),
-            Err(error) if error.is_template_gone() => Vec::new(),
-            Err(error) => return Err(error),
-        };
-        let existing = versions.first().map(|version| LaunchTemplate {
-            id: version.launch_template_id.clone().unwrap_or_default(),
-            version: version.version_number.unwrap_or_default(),
-            digest: version.version_description.clone(),
-        });
-        match existing {
-            Some(existing) if is_wanted(&existing) => Ok(existing),
-            Some(existing) => match self.new_version(&existing).filter(is_wanted) {
-                Some(new) => Ok(new),
-                None => self.add_template_version(wanted, existing).await,
-            },
-            None => {
-                let create = self.client.create_launch_template().launch_template_name(&wanted.name);
-                let create = create
-                    .version_description(&wanted.digest)
-                    .launch_template_data(template_data(wanted))
-                    .tag_specifications(tags(ResourceType::LaunchTemplate, &wanted.tags));
-                let answer = create.send().await.map_err(word("CreateLaunchTemplate"))?;
-                let template = answer.launch_template;
-                Ok(LaunchTemplate {
-                    version: template.as_ref().and_then(|template| template.latest_version_number).unwrap_or(1),
-                    id: template.and_then(|template| template.launch_template_id).unwrap_or_default(),
-                    digest: Some(wanted.digest.clone()),
-                })
-            }
-        }
-    }
-
-    async fn add_template_version(
-        &self,
-        wanted: &TemplateRequest,
-        existing: LaunchTemplate,
-    ) -> Result<LaunchTemplate, AwsError> {
-        let create = self.client.create_launch_template_version().launch_template_id(&existing.id);
-        let create = create.version_description(&wanted.digest).launch_template_data(template_data(wanted));
-        let answer = create.send().await.map_err(word("CreateLaunchTemplateVersion"))?;
-        let version = answer.launch_template_version.and_then(|version| version.version_number);
-        let (version, digest) = (version.unwrap_or(existing.version + 1), Some(wanted.digest.clone()));
-        let new = LaunchTemplate { version, digest, ..existing };
-        lock(&self.new_versions).insert(new.id.clone(), (Instant::now(), new.clone()));
-        Ok(new)
-    }
-
-    /// A version that was created a moment ago, and that EC2 may not show yet.
-    fn new_version(&self, latest: &LaunchTemplate) -> Option<LaunchTemplate> {
-        let mut versions = lock(&self.new_versions);
-        versions.retain(|_, (at, _)| at.elapsed() < VISIBLE_AFTER);
-        versions.get(&latest.id).map(|(_, new)| new.clone()).filter(|new| new.version > latest.version)
-    }
-
-    pub async fn remove_template(&self, name: &str) -> Result<(), AwsError> {
-        let delete = self.client.delete_launch_template().launch_template_name(name).send().await;
-        match delete.map_err(word("DeleteLaunchTemplate")) {
-            Err(error) if !error.code().is_some_and(|code| code.contains("NotFound")) => Err(error),
-            _ => Ok(()),
-        }
-    }
-
     /// Checks that the subnets, image and security groups of a pool exist, and describes where machines are launched.
-    pub async fn check(&self, pool: &Ec2Pool) -> Result<Site, AwsError> {
+    pub async fn check(&self, pool: &Ec2Pool, image: &str) -> Result<Site, AwsError> {
         let subnets = self.client.describe_subnets().set_subnet_ids(Some(pool.subnet_ids.clone())).send();
-        let images = self.client.describe_images().image_ids(&pool.ami_id).send();
+        let images = self.client.describe_images().image_ids(image).send();
         let groups = self.client.describe_security_groups();
         let groups = groups.set_group_ids(Some(pool.security_group_ids.clone())).send();
         let (subnets, images, groups) = tokio::join!(subnets, images, groups);
@@ -177,7 +97,7 @@ impl Machines {
         let Some(image) = images.into_iter().next() else {
             // EC2 does not list images that are not shared with the account.
             let (call, code) = ("DescribeImages", "InvalidAMIID.NotFound".to_owned());
-            let message = format!("the image {} is not there, or not for this account", pool.ami_id);
+            let message = format!("the image {image} is not there, or not for this account");
             return Err(AwsError::Refused { call, code, message });
         };
         Ok(Site {
@@ -264,39 +184,11 @@ fn described_subnet(subnet: aws_sdk_ec2::types::Subnet) -> Option<Subnet> {
     })
 }
 
-fn template_data(wanted: &TemplateRequest) -> RequestLaunchTemplateData {
-    let profile = LaunchTemplateIamInstanceProfileSpecificationRequest::builder();
-    let profile = if wanted.instance_profile.starts_with("arn:") {
-        profile.arn(&wanted.instance_profile)
-    } else {
-        profile.name(&wanted.instance_profile)
-    };
-    let metadata = LaunchTemplateInstanceMetadataOptionsRequest::builder()
-        .http_tokens(LaunchTemplateHttpTokensState::Required)
-        .instance_metadata_tags(LaunchTemplateInstanceMetadataTagsState::Enabled)
-        .build();
-    RequestLaunchTemplateData::builder()
-        .image_id(&wanted.ami_id)
-        .iam_instance_profile(profile.build())
-        .set_security_group_ids(Some(wanted.security_group_ids.clone()))
-        .user_data(&wanted.user_data)
-        .metadata_options(metadata)
-        // An agent terminates its machine by shutting it down, which needs no AWS permission.
-        .instance_initiated_shutdown_behavior(ShutdownBehavior::Terminate)
-        .tag_specifications(
-            LaunchTemplateTagSpecificationRequest::builder()
-                .resource_type(ResourceType::Instance)
-                .set_tags(Some(tag_list(&wanted.tags)))
-                .build(),
-        )
-        .build()
-}
-
-fn tags(resource: ResourceType, tags: &[(String, String)]) -> TagSpecification {
+pub(super) fn tags(resource: ResourceType, tags: &[(String, String)]) -> TagSpecification {
     TagSpecification::builder().resource_type(resource).set_tags(Some(tag_list(tags))).build()
 }
 
-fn tag_list(tags: &[(String, String)]) -> Vec<Tag> {
+pub(super) fn tag_list(tags: &[(String, String)]) -> Vec<Tag> {
     tags.iter().map(|(name, value)| Tag::builder().key(name).value(value).build()).collect()
 }
 

@@ -167,7 +167,7 @@ fn tags(order: &LaunchOrder) -> TagSpecification {
     TagSpecification::builder().resource_type(ResourceType::Instance).set_tags(Some(tags.collect())).build()
 }
 
-fn to_i32(number: u32) -> i32 {
+pub(super) fn to_i32(number: u32) -> i32 {
     i32::try_from(number).unwrap_or(i32::MAX)
 }
 

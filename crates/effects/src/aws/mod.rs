@@ -6,6 +6,7 @@ pub mod ec2;
 mod ec2_stand_in;
 mod fleet;
 pub mod instance_types;
+mod launch_template;
 pub mod reports;
 pub mod sqs;
 

@@ -1,0 +1,163 @@
+//! EC2: launch templates.
+
+use std::time::{Duration, Instant};
+
+use aws_sdk_ec2::types::{
+    LaunchTemplateBlockDeviceMappingRequest, LaunchTemplateEbsBlockDeviceRequest, LaunchTemplateHttpTokensState,
+    LaunchTemplateIamInstanceProfileSpecificationRequest, LaunchTemplateInstanceMetadataOptionsRequest,
+    LaunchTemplateInstanceMetadataTagsState, LaunchTemplateInstanceNetworkInterfaceSpecificationRequest,
+    LaunchTemplateTagSpecificationRequest, RequestLaunchTemplateData, ResourceType, ShutdownBehavior, VolumeType,
+};
+use paddock_core::{
+    api::{BlockDevice, LaunchTemplate},
+    ec2::launch::TemplateRequest,
+};
+
+use super::{
+    AwsError,
+    ec2::{Machines, tag_list, tags},
+    fleet::to_i32,
+    word,
+};
+use crate::lock;
+
+/// How long EC2 may take to show a new version of a launch template.
+const VISIBLE_AFTER: Duration = Duration::from_secs(60);
+
+impl Machines {
+    /// Creates a template version unless the latest one has the digest of `wanted`.
+    pub async fn ensure_template(&self, wanted: &TemplateRequest) -> Result<LaunchTemplate, AwsError> {
+        let is_wanted = |template: &LaunchTemplate| template.digest.as_deref() == Some(&wanted.digest);
+        let latest = self
+            .client
+            .describe_launch_template_versions()
+            .launch_template_name(&wanted.name)
+            .versions("$Latest")
+            .send()
+            .await
+            .map_err(word("DescribeLaunchTemplateVersions"));
+        let versions = match latest {
+            Ok(answer) => answer.launch_template_versions.unwrap_or_default(),
+            Err(error) if error.is_template_gone() => Vec::new(),
+            Err(error) => return Err(error),
+        };
+        let existing = versions.first().map(|version| LaunchTemplate {
+            id: version.launch_template_id.clone().unwrap_or_default(),
+            version: version.version_number.unwrap_or_default(),
+            digest: version.version_description.clone(),
+        });
+        match existing {
+            Some(existing) if is_wanted(&existing) => Ok(existing),
+            Some(existing) => match self.new_version(&existing).filter(is_wanted) {
+                Some(new) => Ok(new),
+                None => self.add_template_version(wanted, existing).await,
+            },
+            None => {
+                let create = self.client.create_launch_template().launch_template_name(&wanted.name);
+                let create = create
+                    .version_description(&wanted.digest)
+                    .launch_template_data(template_data(wanted))
+                    .tag_specifications(tags(ResourceType::LaunchTemplate, &wanted.tags));
+                let answer = create.send().await.map_err(word("CreateLaunchTemplate"))?;
+                let template = answer.launch_template;
+                Ok(LaunchTemplate {
+                    version: template.as_ref().and_then(|template| template.latest_version_number).unwrap_or(1),
+                    id: template.and_then(|template| template.launch_template_id).unwrap_or_default(),
+                    digest: Some(wanted.digest.clone()),
+                })
+            }
+        }
+    }
+
+    async fn add_template_version(
+        &self,
+        wanted: &TemplateRequest,
+        existing: LaunchTemplate,
+    ) -> Result<LaunchTemplate, AwsError> {
+        let create = self.client.create_launch_template_version().launch_template_id(&existing.id);
+        let create = create.version_description(&wanted.digest).launch_template_data(template_data(wanted));
+        let answer = create.send().await.map_err(word("CreateLaunchTemplateVersion"))?;
+        let version = answer.launch_template_version.and_then(|version| version.version_number);
+        let (version, digest) = (version.unwrap_or(existing.version + 1), Some(wanted.digest.clone()));
+        let new = LaunchTemplate { version, digest, ..existing };
+        lock(&self.new_versions).insert(new.id.clone(), (Instant::now(), new.clone()));
+        Ok(new)
+    }
+
+    /// A version that was created a moment ago, and that EC2 may not show yet.
+    fn new_version(&self, latest: &LaunchTemplate) -> Option<LaunchTemplate> {
+        let mut versions = lock(&self.new_versions);
+        versions.retain(|_, (at, _)| at.elapsed() < VISIBLE_AFTER);
+        versions.get(&latest.id).map(|(_, new)| new.clone()).filter(|new| new.version > latest.version)
+    }
+
+    pub async fn remove_template(&self, name: &str) -> Result<(), AwsError> {
+        let delete = self.client.delete_launch_template().launch_template_name(name).send().await;
+        match delete.map_err(word("DeleteLaunchTemplate")) {
+            Err(error) if !error.code().is_some_and(|code| code.contains("NotFound")) => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn template_data(wanted: &TemplateRequest) -> RequestLaunchTemplateData {
+    let profile = LaunchTemplateIamInstanceProfileSpecificationRequest::builder();
+    let profile = if wanted.instance_profile.starts_with("arn:") {
+        profile.arn(&wanted.instance_profile)
+    } else {
+        profile.name(&wanted.instance_profile)
+    };
+    let metadata = LaunchTemplateInstanceMetadataOptionsRequest::builder()
+        .http_tokens(LaunchTemplateHttpTokensState::Required)
+        .instance_metadata_tags(LaunchTemplateInstanceMetadataTagsState::Enabled)
+        .build();
+    // EC2 takes either security groups or a network interface that has them. The subnet comes with the fleet.
+    let (groups, interface) = match wanted.public_address {
+        None => (Some(wanted.security_group_ids.clone()), None),
+        Some(public) => (None, Some(interface(public, &wanted.security_group_ids))),
+    };
+    RequestLaunchTemplateData::builder()
+        .image_id(&wanted.image)
+        .iam_instance_profile(profile.build())
+        .set_security_group_ids(groups)
+        .set_network_interfaces(interface.map(|interface| vec![interface]))
+        .set_block_device_mappings(mappings(&wanted.block_devices))
+        .user_data(&wanted.user_data)
+        .metadata_options(metadata)
+        // An agent terminates its machine by shutting it down, which needs no AWS permission.
+        .instance_initiated_shutdown_behavior(ShutdownBehavior::Terminate)
+        .tag_specifications(tagged(ResourceType::Instance, wanted))
+        .tag_specifications(tagged(ResourceType::Volume, wanted))
+        .build()
+}
+
+fn tagged(resource: ResourceType, wanted: &TemplateRequest) -> LaunchTemplateTagSpecificationRequest {
+    let tags = LaunchTemplateTagSpecificationRequest::builder().resource_type(resource);
+    tags.set_tags(Some(tag_list(&wanted.tags))).build()
+}
+
+/// The first network interface, which ends with its machine.
+fn interface(public: bool, groups: &[String]) -> LaunchTemplateInstanceNetworkInterfaceSpecificationRequest {
+    LaunchTemplateInstanceNetworkInterfaceSpecificationRequest::builder()
+        .device_index(0)
+        .associate_public_ip_address(public)
+        .delete_on_termination(true)
+        .set_groups(Some(groups.to_vec()))
+        .build()
+}
+
+/// None without volumes: EC2 takes no empty list for none.
+fn mappings(devices: &[BlockDevice]) -> Option<Vec<LaunchTemplateBlockDeviceMappingRequest>> {
+    let mapping = |device: &BlockDevice| {
+        let volume = LaunchTemplateEbsBlockDeviceRequest::builder()
+            .volume_type(VolumeType::from(device.type_.as_str()))
+            .set_volume_size(device.size.map(to_i32))
+            .set_iops(device.iops.map(to_i32))
+            .set_throughput(device.throughput.map(to_i32))
+            .set_encrypted(device.encrypted)
+            .delete_on_termination(true)
+            .build();
+        LaunchTemplateBlockDeviceMappingRequest::builder().device_name(&device.device_name).ebs(volume).build()
+    };
+    (!devices.is_empty()).then(|| devices.iter().map(mapping).collect())
+}
