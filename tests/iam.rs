@@ -9,8 +9,11 @@ use std::{
 use paddock_record::{MachineArns, attribute, entity, instance_key, report_key, table_name};
 use serde_json::{Value, json};
 
-/// The permissions EC2 requires for `CreateFleet` with a launch template that has tags and an instance profile.
-const OF_CREATE_FLEET: [&str; 3] = ["ec2:CreateTags", "ec2:RunInstances", "iam:PassRole"];
+/// The permissions EC2 requires for `CreateFleet` with a launch template that has tags, an instance profile and an image in SSM.
+const OF_CREATE_FLEET: [&str; 4] = ["ec2:CreateTags", "ec2:RunInstances", "iam:PassRole", "ssm:GetParameters"];
+
+/// Parameters that AWS publishes for all.
+const PUBLIC_PARAMETERS: &str = "arn:aws:ssm:*::parameter/aws/service/*";
 
 /// EC2 supports no resource-level permissions for these.
 const WITHOUT_RESOURCE: [&str; 7] = [
@@ -152,6 +155,7 @@ fn nothing_is_granted_beyond_our_names_and_tags() {
                 actions.iter().all(|action| action == "ec2:CreateFleet" || action == "ec2:RunInstances");
             let fits = match resource.split(':').nth(2) {
                 None => actions.iter().all(|action| WITHOUT_RESOURCE.contains(&action.as_str())),
+                Some("ssm") if resource == PUBLIC_PARAMETERS => true,
                 Some("ec2") => tagged || made_by_us || part_of_a_launch,
                 Some(_) => resource.rsplit([':', '/']).next().unwrap().starts_with(&ours),
             };

@@ -14,7 +14,7 @@ use crate::{Shared, cases, server, test};
 const CONCURRENCY: usize = 8;
 
 /// Fields that exclude another one.
-const EITHER: [&str; 3] = ["ec2", "board", "ssmParameter"];
+const EITHER: [&str; 4] = ["ec2", "board", "ssmParameter", "repository"];
 
 /// One way to break one limit: the object, the field that the answer must name, and a word that it must use.
 struct Break {

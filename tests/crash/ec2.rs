@@ -24,22 +24,33 @@ async fn play(life: &Life<'_>) -> Result<()> {
     let machines = scene.machines();
     ensure!(machines.len() == 1, "I2: one machine was wanted, these were made: {machines:?}");
 
-    // A new template; and a machine with less than half of the new idle time left is renewed.
+    // A machine with less than half of the new idle time left is renewed.
     life.begin("edit");
-    let edited = json!({ "maxInstances": 2, "preRunnerScript": "true", "lifetimes": lifetimes("1h") });
-    let mut warm = edited.clone();
-    warm["minIdle"] = json!(1);
     let before = scene.records().await?.first().and_then(|record| record.threshold);
-    scene.pool(warm).await?;
+    scene.pool(json!({ "minIdle": 1, "maxInstances": 2, "lifetimes": lifetimes("1h") })).await?;
     life.until("the pool follows its edit", async || {
-        let version = scene.pool_status().await?.launch_template.map(|template| template.version);
-        ensure!(version == Some(2), "the edited pool has template {version:?}");
         let records = scene.records().await?;
         ensure!(records.iter().all(|record| record.threshold > before), "not renewed: {records:?}");
         Ok(())
     })
     .await?;
     scene.settle(&[State::Idle]).await.context("renewing")?;
+
+    // A new template, and another machine, made from it.
+    life.begin("replace");
+    let edited = json!({ "maxInstances": 2, "preRunnerScript": "true", "lifetimes": lifetimes("1h") });
+    let mut warm = edited.clone();
+    warm["minIdle"] = json!(1);
+    scene.pool(warm).await?;
+    scene.until_template(2).await?;
+    life.until("the idle machine is replaced", async || {
+        let records = scene.records().await?;
+        let old = machines.keys().filter(|id| records.iter().any(|record| record.instance_id == **id)).count();
+        ensure!((old, records.len()) == (0, 1), "not replaced: {records:?}");
+        Ok(())
+    })
+    .await?;
+    scene.settle(&[State::Idle]).await.context("replacing")?;
 
     // The pool has room for one more machine: in every life the claim takes the warm one and launches one.
     life.begin("claim");

@@ -26,6 +26,13 @@ pub const DUMP: Scenario = Scenario { name: "dump", parallel: 20, writes: 20, pl
 
 async fn play(life: &Life<'_>) -> Result<()> {
     let scene = Scene::new(life);
+    // Machines fail while this file is there. An edit of the script would replace the idle ones.
+    let broken = life.stage.aws.dir().join(format!("broken-{}", life.number));
+    let script = format!("[ ! -e '{}' ]", broken.display());
+    let settings = |max_instances, mut more: Value| {
+        more["preRunnerScript"] = json!(script);
+        settings(max_instances, more)
+    };
     life.begin("prepare");
     scene.pool(settings(2, json!({ "fallback": { "spotToOnDemand": true } }))).await?;
     scene.until_template(1).await?;
@@ -63,9 +70,9 @@ async fn play(life: &Life<'_>) -> Result<()> {
     scene.settle(&[State::Idle, State::Idle]).await.context("served")?;
 
     // From now on new machines fail.
+    std::fs::write(&broken, "")?;
     life.begin("edit");
-    scene.pool(settings(4, json!({ "preRunnerScript": "exit 1" }))).await?;
-    scene.until_template(2).await?;
+    scene.pool(settings(4, json!({}))).await?;
 
     life.begin("fail a check");
     scene.claim("checked", "4724", json!({ "count": 3 })).await?;

@@ -106,7 +106,7 @@ impl Change {
         let seen = &seen?;
         match self {
             Self::Launch(_) => None,
-            Self::Claim(owner) => transition::claim(seen, owner.claim_ref(), "", sealed(), threshold, NOW),
+            Self::Claim(owner) => transition::claim(seen, owner.claim_ref(), "", "", sealed(), threshold, NOW),
             Self::Seal => transition::seal(seen, key, sealed()),
             Self::Start => transition::start(seen, threshold, NOW),
             Self::Release => transition::release(seen, sealed(), threshold, NOW),
@@ -131,5 +131,8 @@ fn identity(id: usize) -> Identity {
         cpu: INSTANCE.cpu,
         mem: INSTANCE.mem,
         github_url: INSTANCE.github_url.clone(),
+        runner_group: INSTANCE.runner_group.clone(),
+        template: INSTANCE.template.clone(),
+        image: INSTANCE.image.clone(),
     }
 }

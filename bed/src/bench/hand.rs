@@ -55,7 +55,7 @@ impl Hand {
         let (now, threshold) = times();
         let claimed = free.iter().map(|seen| {
             let sealed = public_key(agents, seen)?.seal("token");
-            transition::claim(seen, claim, &seen.scope, Some(sealed), threshold, now).context("it is free")
+            transition::claim(seen, claim, &seen.scope, "", Some(sealed), threshold, now).context("it is free")
         });
         let claimed = claimed.collect::<Result<Vec<_>>>()?;
         let start = Instant::now();

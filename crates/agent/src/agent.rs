@@ -221,12 +221,10 @@ impl Agent {
                 self.attempts.count(now);
                 self.start_runner()
             }
-            Action::Register(instance) => {
-                self.register(&instance.run_id, &instance.github_url, &instance.sealed).await.inspect_err(|error| {
-                    self.last_error = LastError::of(error);
-                    self.attempts.count(uptime::now());
-                })
-            }
+            Action::Register(instance) => self.register(instance).await.inspect_err(|error| {
+                self.last_error = LastError::of(error);
+                self.attempts.count(uptime::now());
+            }),
             Action::Deregister { run, sealed } => self.deregister(run, sealed).await.inspect_err(|error| {
                 self.last_error = LastError::of(error);
                 self.attempts.count(uptime::now());
@@ -266,12 +264,13 @@ impl Agent {
         self.report(signal, run_id)
     }
 
-    async fn register(&mut self, run_id: &str, url: &str, sealed: &str) -> Result<()> {
+    async fn register(&mut self, record: &Instance) -> Result<()> {
+        let Instance { run_id, github_url: url, runner_group: group, sealed, .. } = record;
         let token = self.open(sealed)?;
         tracing::info!(run_id, url, "registering");
         self.memory.serving = Some(Serving { run_id: run_id.to_owned(), configured: false });
         self.files.remember(&self.memory)?;
-        self.runner.configure(url, &token, &self.instance_id, run_id).await?;
+        self.runner.configure(url, group, &token, &self.instance_id, run_id).await?;
         self.memory.serving = Some(Serving { run_id: run_id.to_owned(), configured: true });
         self.attempts.failures = 0;
         self.files.remember(&self.memory)

@@ -103,7 +103,7 @@ impl Installation {
     }
 
     /// Registers the runner with the run's id as its only label.
-    pub async fn configure(&self, url: &str, token: &Token, name: &str, run_id: &str) -> Result<()> {
+    pub async fn configure(&self, url: &str, group: &str, token: &Token, name: &str, run_id: &str) -> Result<()> {
         // A comma would make it two labels, a leading dash an option.
         let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         if !run_id.starts_with(|c: char| c.is_ascii_alphanumeric()) || !run_id.chars().all(fits) {
@@ -113,6 +113,9 @@ impl Installation {
         let mut command = self.command("./config.sh");
         command.args(["--unattended", "--url", url, "--name", name, "--labels", run_id]);
         command.args(["--no-default-labels", "--replace", "--disableupdate"]);
+        if !group.is_empty() {
+            command.args(["--runnergroup", group]);
+        }
         self.config(command, token).await
     }
 
@@ -209,7 +212,7 @@ mod tests {
         let (dir, runner) =
             installation("printf '%s ' \"$@\" >args; env >env; echo \"bad token $ACTIONS_RUNNER_INPUT_TOKEN\"; exit 1");
         let token = Token("s3cr3t".into());
-        let error = runner.configure("https://github.com/acme", &token, "i-1", "77").await.unwrap_err();
+        let error = runner.configure("https://github.com/acme", "", &token, "i-1", "77").await.unwrap_err();
         assert_eq!(format!("{error:#}"), "config.sh: ./config.sh ended with exit status: 1: bad token ***");
         let read = |name| fs::read_to_string(dir.path().join(name)).unwrap();
         assert_eq!(
@@ -227,7 +230,7 @@ mod tests {
         let (dir, runner) = installation("test ! -e .runner && test ! -e .credentials");
         fs::write(dir.path().join(".runner"), "").unwrap();
         fs::write(dir.path().join(".credentials"), "").unwrap();
-        runner.configure("https://github.com/acme", &Token("t".into()), "i-1", "77").await.unwrap();
+        runner.configure("https://github.com/acme", "", &Token("t".into()), "i-1", "77").await.unwrap();
     }
 
     #[tokio::test]
@@ -235,7 +238,7 @@ mod tests {
         let (dir, runner) = installation("touch called");
         for run_id in ["", "1,2", "--ephemeral", "-1", "1 2", "1\n", "$(id)", "ü"] {
             let error =
-                runner.configure("https://github.com/acme", &Token("t".into()), "i-1", run_id).await.unwrap_err();
+                runner.configure("https://github.com/acme", "", &Token("t".into()), "i-1", run_id).await.unwrap_err();
             assert!(error.to_string().ends_with("cannot be a runner's label"), "{error}");
         }
         assert!(!dir.path().join("called").exists());
@@ -248,6 +251,13 @@ mod tests {
         fs::create_dir_all(dir.path().join("_work/repo/.git")).unwrap();
         runner.scrub().await.unwrap();
         assert!(!dir.path().join("_work").exists() && dir.path().join("config.sh").exists());
+    }
+
+    #[tokio::test]
+    async fn the_runner_joins_the_group_of_its_record() {
+        let (dir, runner) = installation("printf '%s\\n' \"$@\" >args");
+        runner.configure("https://github.com/acme", "R&D boards", &Token("t".into()), "i-1", "77").await.unwrap();
+        assert!(fs::read_to_string(dir.path().join("args")).unwrap().ends_with("--runnergroup\nR&D boards\n"));
     }
 
     #[tokio::test]

@@ -97,7 +97,7 @@ impl Transition {
 }
 
 /// What transitions of an existing record may set.
-const MUTABLE_ATTRIBUTES: [&str; 13] = [
+const MUTABLE_ATTRIBUTES: [&str; 14] = [
     a::STATE,
     a::RUN_ID,
     a::THRESHOLD,
@@ -109,6 +109,7 @@ const MUTABLE_ATTRIBUTES: [&str; 13] = [
     a::LEAVING,
     a::CLAIMS,
     a::SCOPE,
+    a::RUNNER_GROUP,
     a::FAILURE_REASON,
     a::FAILURE_MESSAGE,
 ];

@@ -35,6 +35,9 @@ pub mod attribute {
     pub const LEAVING: &str = "leaving";
     pub const CLAIMS: &str = "claims";
     pub const SCOPE: &str = "scope";
+    pub const TEMPLATE: &str = "template";
+    pub const IMAGE: &str = "image";
+    pub const RUNNER_GROUP: &str = "runnerGroup";
     pub const FAILURE_REASON: &str = "failureReason";
     pub const FAILURE_MESSAGE: &str = "failureMessage";
     pub const INITIAL_RUN_ID: &str = "initialRunId";
@@ -109,6 +112,11 @@ pub struct Instance {
     pub mem: u32,
     /// Where the runner registers, such as `https://github.com/acme`.
     pub github_url: String,
+    /// The runner group that the runner joins; empty: the default one.
+    pub runner_group: String,
+    /// What the instance was made from: the digest of the launch template, and the image. Empty in records of earlier versions.
+    pub template: String,
+    pub image: String,
     /// The current run's registration or removal token, sealed to the instance's public key.
     pub sealed: String,
     /// The key of its agent, once a token was sealed to it or the instance was pooled. It never changes: the agent keeps
@@ -184,6 +192,9 @@ impl Instance {
             (a::USAGE_CLASS, self.usage_class.clone()),
             (a::ZONE, self.zone.clone()),
             (a::GITHUB_URL, self.github_url.clone()),
+            (a::RUNNER_GROUP, self.runner_group.clone()),
+            (a::TEMPLATE, self.template.clone()),
+            (a::IMAGE, self.image.clone()),
             (a::SEALED, self.sealed.clone()),
             (a::PUBLIC_KEY, self.public_key.as_ref().map(ToString::to_string).unwrap_or_default()),
             (a::LEAVING, self.leaving.clone()),
@@ -226,6 +237,9 @@ impl Instance {
             cpu: read.number(a::CPU),
             mem: read.number(a::MEM),
             github_url: read.text(a::GITHUB_URL),
+            runner_group: read.text(a::RUNNER_GROUP),
+            template: read.text(a::TEMPLATE),
+            image: read.text(a::IMAGE),
             sealed: read.text(a::SEALED),
             public_key: PublicKey::parse(&read.text(a::PUBLIC_KEY)).ok(),
             leaving: read.text(a::LEAVING),
@@ -364,6 +378,9 @@ pub(crate) mod tests {
             cpu: 2,
             mem: 4096,
             github_url: "https://github.com/acme".into(),
+            runner_group: "EC2".into(),
+            template: "0a1b2c".into(),
+            image: "ami-12345678".into(),
             sealed: "c2VhbGVk".into(),
             public_key: Some(KeyPair::from_bytes([1; 32]).public()),
             leaving: "7889".into(),

@@ -40,6 +40,11 @@ pub struct Identity {
     pub mem: u32,
     /// Where the runner registers.
     pub github_url: String,
+    /// The runner group that it joins; a claim may change that.
+    pub runner_group: String,
+    /// The digest of the launch template that it was made from, and the image.
+    pub template: String,
+    pub image: String,
 }
 
 impl Transition {
@@ -103,6 +108,9 @@ pub fn launch(
         cpu: identity.cpu,
         mem: identity.mem,
         github_url: identity.github_url,
+        runner_group: identity.runner_group,
+        template: identity.template,
+        image: identity.image,
         sealed: String::new(),
         public_key: None,
         leaving: String::new(),
@@ -122,11 +130,12 @@ pub fn seal(seen: &Instance, key: Option<&PublicKey>, sealed: Option<String>) ->
     change(guard, seen, Instance { sealed: sealed?, ..with_key(seen, key?) })
 }
 
-/// A claim takes the instance from the pool. It must have left its last run, or it would be registered for two.
+/// A claim takes the instance from the pool, whose runner group may have changed. It must have left its last run, or it would be registered for two.
 pub fn claim(
     seen: &Instance,
     claim: ClaimRef,
     scope: &str,
+    runner_group: &str,
     sealed: Option<String>,
     threshold: Timestamp,
     now: Timestamp,
@@ -136,6 +145,7 @@ pub fn claim(
         claim: claim.name.to_owned(),
         claim_uid: claim.uid.to_owned(),
         run_id: claim.run.to_owned(),
+        runner_group: runner_group.to_owned(),
         sealed: sealed?,
         claims: seen.claims + 1,
         scope: scope.to_owned(),

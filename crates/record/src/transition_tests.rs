@@ -31,6 +31,9 @@ pub(crate) fn identity() -> Identity {
         cpu: seen.cpu,
         mem: seen.mem,
         github_url: seen.github_url,
+        runner_group: seen.runner_group,
+        template: seen.template,
+        image: seen.image,
     }
 }
 
@@ -39,7 +42,7 @@ type Function = fn(&Instance) -> Option<Transition>;
 /// Every function that starts from a record, with a known key.
 pub(crate) const FUNCTIONS: [(&str, Function); 10] = [
     ("seal", |seen| seal(seen, Some(&key()), Some("new".into()))),
-    ("claim", |seen| claim(seen, CLAIM, "owner:acme", Some("new".into()), threshold(), now())),
+    ("claim", |seen| claim(seen, CLAIM, "owner:acme", "Fast", Some("new".into()), threshold(), now())),
     ("start", |seen| start(seen, threshold(), now())),
     ("release", |seen| release(seen, Some("new".into()), threshold(), now())),
     ("warm_up", |seen| warm_up(seen, Some(&key()), threshold(), now())),
@@ -106,7 +109,11 @@ fn each_function_sets_what_the_table_says_and_keeps_the_rest() {
     use crate::attribute::*;
     let table: [(&str, State, &[&str]); 10] = [
         ("seal", State::Created, &[SEALED]),
-        ("claim", State::Idle, &[STATE, CLAIM, CLAIM_UID, RUN_ID, SEALED, CLAIMS, SCOPE, THRESHOLD, UPDATED_AT]),
+        (
+            "claim",
+            State::Idle,
+            &[STATE, CLAIM, CLAIM_UID, RUN_ID, RUNNER_GROUP, SEALED, CLAIMS, SCOPE, THRESHOLD, UPDATED_AT],
+        ),
         ("start", State::Claimed, &[STATE, SEALED, THRESHOLD, UPDATED_AT]),
         ("release", State::Running, &[STATE, CLAIM, CLAIM_UID, RUN_ID, LEAVING, SEALED, THRESHOLD, UPDATED_AT]),
         ("warm_up", State::Created, &[STATE, THRESHOLD, UPDATED_AT]),
@@ -173,7 +180,7 @@ fn without_a_key_no_change_carries_a_token_and_no_machine_is_pooled() {
             seal(&seen, None, Some("new".into())),
             seal(&seen, Some(&key()), None),
             warm_up(&seen, None, threshold(), now()),
-            claim(&seen, CLAIM, "", None, threshold(), now()),
+            claim(&seen, CLAIM, "", "", None, threshold(), now()),
             release(&seen, None, threshold(), now()),
         ];
         assert_eq!(made, [None, None, None, None, None], "{seen:?}");
@@ -195,9 +202,10 @@ fn the_first_key_of_an_agent_is_kept() {
 #[test]
 fn a_claim_and_its_release_set_what_agents_act_on() {
     let free = Instance { run_id: String::new(), leaving: String::new(), ..instance(State::Idle) };
-    let claimed = claim(&free, CLAIM, "owner:acme", Some("new".into()), threshold(), now()).unwrap();
+    let claimed = claim(&free, CLAIM, "owner:acme", "Fast", Some("new".into()), threshold(), now()).unwrap();
     let next = claimed.next();
     assert_eq!((next.claim.as_str(), next.run_id.as_str(), next.sealed.as_str()), ("build-8000", "8000", "new"));
+    assert_eq!((next.runner_group.as_str(), next.image.as_str()), ("Fast", "ami-12345678"), "a group for each claim");
     assert_eq!((next.claims, next.threshold, next.updated_at), (4, Some(threshold()), now()));
     let running = start(next, threshold(), now()).unwrap();
     assert_eq!(running.next().sealed, "");

@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 use paddock_core::{
-    api::{ClaimPhase, Ec2Pool, FailureReason, RunnerPool},
+    api::{ClaimPhase, Ec2Pool, FailureReason, LaunchOrder, LaunchTemplate, RunnerPool},
     ec2::{
         claim::{Offer, claim_ref},
         machine::Machine,
@@ -32,11 +32,18 @@ pub enum Returned {
 
 impl Ec2Context {
     /// What EC2 offers for machines of a pool. That the types cannot be counted keeps nothing from being ordered.
-    pub async fn offer(&self, key: &PoolKey, spec: &Ec2Pool, needs: &Requirements) -> Result<Offer, AwsError> {
+    pub async fn offer(
+        &self,
+        key: &PoolKey,
+        spec: &Ec2Pool,
+        template: &LaunchTemplate,
+        needs: &Requirements,
+    ) -> Result<Offer, AwsError> {
         let site = match self.pools.site(key, spec) {
             Some(site) => site,
             None => {
-                let site = self.machines.check(spec).await?;
+                let image = template.image.as_deref().or(spec.ami.id.as_deref()).unwrap_or_default();
+                let site = self.machines.check(spec, image).await?;
                 self.pools.note_site(key, site.clone());
                 site
             }
@@ -46,31 +53,36 @@ impl Ec2Context {
         Ok(Offer { subnets: site.subnets, instance_types })
     }
 
-    /// The first record of a newly launched instance, for a claim or to be kept warm; `None` if it has one.
+    /// The first record of a newly launched instance, for a claim and its scope or to be kept warm; `None` if it has one.
     pub fn launch(
         &self,
         launched: &Launched,
         key: &PoolKey,
         pool: &Ec2Pool,
-        needs: &Requirements,
-        claim: Option<ClaimRef>,
+        order: &LaunchOrder,
+        claim: Option<(ClaimRef, &str)>,
         now: Timestamp,
     ) -> Option<Transition> {
         // At least what was ordered, where its size is not known.
-        let (cpu, mem) = launched.size.map_or((needs.cpu, needs.memory_mib), |size| (size.cpu, size.memory_mib));
+        let (cpu, mem) = launched.size.map_or((order.cpu, order.memory_mib), |size| (size.cpu, size.memory_mib));
         let identity = Identity {
             instance_id: launched.id.clone(),
             pool: key.to_string(),
-            resource_class: needs.resource_class.clone(),
+            resource_class: order.resource_class.clone(),
             instance_type: launched.instance_type.clone(),
             usage_class: launched.usage_class.as_str().to_owned(),
             zone: launched.zone.clone(),
             cpu,
             mem,
             github_url: github_url(self.shared.github.html_url(), pool),
+            runner_group: pool.github.runner_group.clone().unwrap_or_default(),
+            template: order.launch_template.digest.clone().unwrap_or_default(),
+            image: order.launch_template.image.clone().unwrap_or_default(),
         };
         let known = self.ledger.get(&launched.id).map(|machine| machine.record);
-        transition::launch(known.as_ref(), identity, claim, &needs.scope, pool.lifetimes.created.after(now), now)
+        let (claim, scope) = claim.unzip();
+        let threshold = pool.lifetimes.created.after(now);
+        transition::launch(known.as_ref(), identity, claim, scope.unwrap_or_default(), threshold, now)
     }
 
     /// What limits new machines of a pool.

@@ -8,7 +8,7 @@ use paddock_record::{Signal, State};
 use serde_json::json;
 
 use crate::fixture::{
-    ec2_pool::{Ec2Pool, POOL, is_pooled, never_done, pool_why, why},
+    ec2_pool::{Ec2Pool, POOL, is_pooled, pool_why, why},
     world::World,
 };
 
@@ -53,12 +53,15 @@ pub async fn i4_a_failed_pre_runner_script_fails_the_claim(world: &World) -> Res
 
 /// A new machine that does not start in time fails the claim; the selected idle one returns to the pool.
 pub async fn i4_a_machine_that_never_comes_up_fails_the_claim(world: &World) -> Result<()> {
-    let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 2 })).await?;
+    let namespace = world.namespace().await?;
+    let stuck = world.stage.aws.dir().join(format!("stuck-{namespace}"));
+    // An edit of the script would replace the warm machine.
+    let script = format!("while [ -e '{}' ]; do sleep 1; done", stuck.display());
+    let pool = Ec2Pool::in_namespace(world, namespace);
+    pool.set(json!({ "minIdle": 1, "maxInstances": 2, "preRunnerScript": script })).await?;
     let warm = pool.the(State::Idle).await?;
-    // The warm machine has started already.
-    let timeouts = json!({ "validation": "6s" });
-    pool.set(json!({ "maxInstances": 2, "preRunnerScript": never_done(), "timeouts": timeouts })).await?;
-    pool.until_pool("edited", |status| status.launch_template.as_ref().is_some_and(|t| t.version > 1)).await?;
+    std::fs::write(&stuck, "")?;
+    pool.set(json!({ "maxInstances": 2, "preRunnerScript": script, "timeouts": { "validation": "6s" } })).await?;
     pool.claim("build", "8610", json!({ "count": 2 })).await?;
     let failed = until_failed(&pool, "ValidationFailed").await?;
     ensure!(why(&failed).1.contains("within 6s"), "{failed:?}");

@@ -4,6 +4,7 @@ pub mod authority;
 pub mod claim;
 pub mod clocks;
 pub mod deletion;
+pub mod drift;
 pub mod expiry;
 pub mod faults;
 pub mod interruption;

@@ -242,7 +242,13 @@ impl Default for Ec2Timeouts {
 }
 
 /// Where an EC2 pool's runners register.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[x_kube(
+    crates(kube_core = "::kube_core"),
+    cel,
+    validation = Rule::new("!has(self.runnerGroup) || !has(self.repository)")
+        .message("runner groups are for organisations: a repository has none").field_path(".runnerGroup")
+)]
 #[serde(rename_all = "camelCase")]
 pub struct Ec2GitHub {
     /// The organisation or user.
@@ -252,6 +258,11 @@ pub struct Ec2GitHub {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 100), regex(pattern = pattern::REPOSITORY))]
     pub repository: Option<String>,
+    /// The runner group of the organisation that the runners join; it must exist and be open to the repositories that are to use
+    /// them. Left out: the default group. A change takes effect with the next claim.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(length(min = 1, max = 100), regex(pattern = pattern::ONE_LINE))]
+    pub runner_group: Option<String>,
     /// The Secret with `github_app_id`, `github_app_private_key` and, unless it is to be found by owner,
     /// `github_app_installation_id`; or with `github_token`.
     pub credentials_ref: SecretRef,

@@ -1,7 +1,5 @@
 //! What the machines of an EC2 pool are made from: image, volumes, and the way out of their network.
 
-use std::collections::BTreeMap;
-
 use kube_derive::KubeSchema;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};
@@ -177,6 +175,3 @@ pub(super) fn runner_sha256_schema(_: &mut SchemaGenerator) -> Schema {
         }],
     })
 }
-
-/// Checksums by architecture.
-pub type Sha256ByArchitecture = BTreeMap<String, String>;

@@ -101,6 +101,11 @@ pub struct RunnerPoolStatus {
     #[serde(default)]
     pub workers: WorkerCounts,
 
+    /// Machines that were made from an earlier template or image. Idle ones are replaced a few at a time, the others when they are
+    /// released.
+    #[serde(default)]
+    pub outdated: u32,
+
     /// Slots of the boards; absent for EC2.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots: Option<Slots>,
@@ -212,4 +217,8 @@ pub struct LaunchTemplate {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 128))]
     pub digest: Option<String>,
+    /// The image that new machines are made from, where the template names an SSM parameter the one that it holds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(length(max = 64))]
+    pub image: Option<String>,
 }

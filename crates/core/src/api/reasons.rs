@@ -153,6 +153,8 @@ reasons! {
         ScrubFailed = "scrub_failed",
         /// The machine has served as many claims as it may.
         MaxClaimsServed = "max_claims_served",
+        /// The machine was made from an earlier template or image of its pool.
+        Outdated = "outdated",
         /// The machine made room for a claim that it must not serve (`reuse.scope`).
         ScopeEvicted = "scope_evicted",
         /// The machine's heartbeat stopped.

@@ -168,6 +168,7 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
+    use crate::{api::Ami, fixtures::ec2::pool};
 
     #[test]
     fn names_of_different_clusters_namespaces_pools_and_classes_differ() {
@@ -246,6 +247,34 @@ mod tests {
         let tags: Vec<_> = order.tags.iter().map(|(key, value)| format!("{key}={value}")).collect();
         let expected = ["InitialRunId=77", "paddock:claim=build", "paddock:cluster=prod", "paddock:pool=ci/linux"];
         assert_eq!(tags, expected);
+    }
+
+    #[test]
+    fn a_template_has_the_pools_tags_and_ours_and_another_digest_for_everything_else() {
+        let of = |pool: &Ec2Pool| template("prod", &PoolKey::new("ci", "linux"), pool, String::new());
+        let base = pool();
+        let digest = |pool: &Ec2Pool| of(pool).unwrap().digest;
+        let tags =
+            [("Name", "mine"), ("team", "a"), (TAG_POOL, "forged")].map(|(key, value)| (key.into(), value.into()));
+        let tagged = Ec2Pool { tags: tags.into(), ..base.clone() };
+        let names = of(&tagged).unwrap().tags;
+        let names: Vec<_> = names.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+        assert_eq!(names, [("Name", "mine"), (TAG_CLUSTER, "prod"), (TAG_POOL, "ci/linux"), ("team", "a")]);
+        let parameter = Ami { id: None, ssm_parameter: Some("/ci/image".into()) };
+        assert_eq!(of(&Ec2Pool { ami: parameter.clone(), ..base.clone() }).unwrap().image, "resolve:ssm:/ci/image");
+        let device = serde_json::from_value(serde_json::json!({ "deviceName": "/dev/xvda", "size": 8 })).unwrap();
+        for changed in [
+            tagged,
+            Ec2Pool { ami: parameter, ..base.clone() },
+            Ec2Pool { block_devices: vec![device], ..base.clone() },
+            Ec2Pool { public_address: Some(false), ..base.clone() },
+            Ec2Pool { security_group_ids: vec!["sg-1".into()], ..base.clone() },
+        ] {
+            assert_ne!(digest(&changed), digest(&base), "{changed:?}");
+        }
+        assert_eq!(digest(&Ec2Pool { min_idle: 9, ..base.clone() }), digest(&base), "no part of it");
+        let moved = Ec2Pool { ami: Ami::default(), ami_id: Some("ami-12345678".into()), ..base };
+        assert!(of(&moved).is_err_and(|(reason, why)| reason == PoolReason::InvalidSpec && why.contains("ami.id")));
     }
 
     #[test]

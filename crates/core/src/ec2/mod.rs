@@ -6,6 +6,7 @@ mod claim_order;
 #[cfg(test)]
 mod claim_scenario;
 pub mod claim_status;
+pub mod drift;
 pub mod failed_boots;
 pub mod idle_queue;
 pub mod launch;

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use jiff::Timestamp;
 use paddock_record::State;
 
-use super::{machine::Machine, worker_status::counts};
+use super::{drift::is_outdated, machine::Machine, worker_status::counts};
 use crate::{
     api::{CLOCK_SKEW, PoolKind, PoolReason, RunnerPool, RunnerPoolStatus, condition, ready_condition, set_condition},
     clock_skew::{self, Skews},
@@ -34,6 +34,8 @@ pub fn status(
     let (reason, message) = problem.unwrap_or((PoolReason::Ready, "the pool serves claims".to_owned()));
     let ready = reason == PoolReason::Ready;
     status.workers = counts(machines);
+    let template = status.launch_template.as_ref();
+    status.outdated = machines.iter().filter(|machine| is_outdated(&machine.record, template)).count() as u32;
     let generation = pool.metadata.generation;
     set_condition(&mut status.conditions, ready_condition(ready, reason, message, generation, now));
     let clocks = match clock_skew::message(skews) {

@@ -9,7 +9,7 @@ use aws_sdk_ec2::types::{
     LaunchTemplateTagSpecificationRequest, RequestLaunchTemplateData, ResourceType, ShutdownBehavior, VolumeType,
 };
 use paddock_core::{
-    api::{BlockDevice, LaunchTemplate},
+    api::{BlockDevice, LaunchTemplate, SSM_PREFIX},
     ec2::launch::TemplateRequest,
 };
 
@@ -26,7 +26,31 @@ const VISIBLE_AFTER: Duration = Duration::from_secs(60);
 
 impl Machines {
     /// Creates a template version unless the latest one has the digest of `wanted`.
+    /// Its image is the one that it leads to now, or none if EC2 does not show a new version yet.
     pub async fn ensure_template(&self, wanted: &TemplateRequest) -> Result<LaunchTemplate, AwsError> {
+        let template = self.ensure_version(wanted).await?;
+        let image = match wanted.image.starts_with(SSM_PREFIX) {
+            true => self.resolved_image(&template).await?,
+            false => Some(wanted.image.clone()),
+        };
+        Ok(LaunchTemplate { image, ..template })
+    }
+
+    /// The image that a template's SSM parameter holds.
+    async fn resolved_image(&self, template: &LaunchTemplate) -> Result<Option<String>, AwsError> {
+        let describe = self.client.describe_launch_template_versions().launch_template_id(&template.id);
+        let describe = describe.versions(template.version.to_string()).resolve_alias(true);
+        match describe.send().await.map_err(word("DescribeLaunchTemplateVersions")) {
+            Ok(answer) => {
+                let version = answer.launch_template_versions.unwrap_or_default().into_iter().next();
+                Ok(version.and_then(|version| version.launch_template_data?.image_id))
+            }
+            Err(error) if error.code().is_some_and(|code| code.starts_with("InvalidLaunchTemplate")) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn ensure_version(&self, wanted: &TemplateRequest) -> Result<LaunchTemplate, AwsError> {
         let is_wanted = |template: &LaunchTemplate| template.digest.as_deref() == Some(&wanted.digest);
         let latest = self
             .client
@@ -45,6 +69,7 @@ impl Machines {
             id: version.launch_template_id.clone().unwrap_or_default(),
             version: version.version_number.unwrap_or_default(),
             digest: version.version_description.clone(),
+            image: None,
         });
         match existing {
             Some(existing) if is_wanted(&existing) => Ok(existing),
@@ -64,6 +89,7 @@ impl Machines {
                     version: template.as_ref().and_then(|template| template.latest_version_number).unwrap_or(1),
                     id: template.and_then(|template| template.launch_template_id).unwrap_or_default(),
                     digest: Some(wanted.digest.clone()),
+                    image: None,
                 })
             }
         }

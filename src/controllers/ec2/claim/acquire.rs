@@ -95,6 +95,7 @@ impl Work {
         token: &SecretString,
     ) -> Result<(), Error> {
         let (ledger, now, scope) = (&self.context.ledger, clock::now(), &supply.needs.scope);
+        let (claim, group) = (self.reference(), supply.spec.github.runner_group.as_deref().unwrap_or_default());
         let threshold = supply.spec.lifetimes.claimed.after(now);
         let (mut transitions, mut tried) = (Vec::new(), Vec::new());
         for candidate in candidates {
@@ -103,7 +104,7 @@ impl Work {
             // The message may be older than the machine's last claim.
             let fitting = known.filter(|machine| supply.needs.fits_scope(&machine.record));
             let claimed = fitting.and_then(|machine| {
-                transition::claim(&machine.record, self.reference(), scope, sealed(&machine, token), threshold, now)
+                transition::claim(&machine.record, claim, scope, group, sealed(&machine, token), threshold, now)
             });
             match claimed {
                 Some(claimed) => {
@@ -133,7 +134,7 @@ impl Work {
     }
 
     async fn look_up_offer(&mut self, supply: &Supply<'_>) -> Applied {
-        match self.context.offer(&self.pool_key(), supply.spec, &supply.needs).await {
+        match self.context.offer(&self.pool_key(), supply.spec, supply.template, &supply.needs).await {
             Ok(offer) => {
                 self.offer = Some(offer);
                 Applied::Done
@@ -200,7 +201,7 @@ impl Work {
             Err(error) => return Err(error.into()),
         };
         let now = clock::now();
-        self.create_records(supply, &outcome, now).await?;
+        self.create_records(supply, order, &outcome, now).await?;
         self.context.launch_room.settle(&self.pool_key(), &order.client_token);
         self.context.capacity_memory().note(order, outcome.launched.len(), &outcome.causes, now);
         let instance_ids: Vec<_> = outcome.launched.into_iter().map(|launched| launched.id).collect();
@@ -235,11 +236,12 @@ impl Work {
     async fn create_records(
         &self,
         supply: &Supply<'_>,
+        order: &LaunchOrder,
         outcome: &FleetOutcome,
         now: Timestamp,
     ) -> Result<(), AwsError> {
-        let (key, claim) = (self.pool_key(), self.reference());
-        let launch = |launched| self.context.launch(launched, &key, supply.spec, &supply.needs, Some(claim), now);
+        let (key, claim) = (self.pool_key(), Some((self.reference(), supply.needs.scope.as_str())));
+        let launch = |launched| self.context.launch(launched, &key, supply.spec, order, claim, now);
         self.context.ledger.apply(outcome.launched.iter().filter_map(launch).collect()).await.map(drop)
     }
 

@@ -79,7 +79,7 @@ async fn refresh(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, E
     // The upkeep runs even if the preparation failed: machines still expire.
     let kept = match context.ledger.is_loaded() {
         true => {
-            let kept = keep_up(context, pool, ec2, &key, &new.queues).await;
+            let kept = keep_up(context, pool, ec2, &key, &new).await;
             kept.and(context.pools.upkeep_problem(&key).map_or(Ok(()), Err))
         }
         false => Ok(()),
@@ -158,8 +158,6 @@ async fn prepare(
         queues.push(Queue { resource_class: class.name.clone(), url });
     }
     new.queues = queues;
-    let site = context.machines.check(ec2).await.map_err(aws_problem)?;
-    context.pools.note_site(&key, site.clone());
     let config = AgentConfig {
         pre_runner_script: ec2.pre_runner_script.clone().unwrap_or_default(),
         scrub_script: ec2.reuse.scrub_script.clone(),
@@ -169,7 +167,13 @@ async fn prepare(
     let script = user_data(&config, &ec2.agent.url, &ec2.agent.sha256)
         .map_err(|error| (PoolReason::UserDataTooLarge, error.to_string()))?;
     let wanted = template(cluster, &key, ec2, BASE64_STANDARD.encode(script))?;
-    new.launch_template = Some(context.machines.ensure_template(&wanted).await.map_err(aws_problem)?);
+    let template = context.machines.ensure_template(&wanted).await.map_err(aws_problem)?;
+    let Some(image) = &template.image else {
+        return Err((PoolReason::Preparing, "EC2 does not show the new launch template yet".into()));
+    };
+    let site = context.machines.check(ec2, image).await.map_err(aws_problem)?;
+    context.pools.note_site(&key, site.clone());
+    new.launch_template = Some(template);
     let mut classes = Vec::new();
     for class in &ec2.resource_classes {
         let needs = Requirements::of_class(ec2, class);
@@ -186,7 +190,7 @@ async fn remove(context: &Arc<Ec2Context>, pool: &RunnerPool) -> Result<Next, Er
     let Some(ec2) = &pool.spec.ec2 else { return Ok(Next::AwaitChange) };
     let status = pool_status::initial(pool);
     let problem = match context.ledger.load().await {
-        Ok(true) => keep_up(context, pool, ec2, &key, &status.queues).await.err(),
+        Ok(true) => keep_up(context, pool, ec2, &key, &status).await.err(),
         Ok(false) => Some((PoolReason::Deleting, "the DynamoDB table is being created".into())),
         Err(error) => Some(aws_problem(error)),
     };

@@ -4,9 +4,10 @@ use std::{collections::HashSet, sync::Arc};
 
 use kube::{Api, runtime::events::EventType};
 use paddock_core::{
-    api::{Ec2Pool, FailureReason, Queue, RunnerClaim, RunnerPool},
+    api::{Ec2Pool, FailureReason, Queue, RunnerClaim, RunnerPool, RunnerPoolStatus},
     ec2::{
         claim::claim_ref,
+        drift::Drift,
         machine::Machine,
         pool_status::PoolProblem,
         upkeep::{Upkeep, is_abandoned, is_forgotten, upkeep},
@@ -49,15 +50,16 @@ pub(super) async fn keep_up(
     pool: &RunnerPool,
     ec2: &Ec2Pool,
     key: &PoolKey,
-    queues: &[Queue],
+    status: &RunnerPoolStatus,
 ) -> Result<(), PoolProblem> {
-    let now = clock::now();
+    let (now, queues, template) = (clock::now(), &status.queues, status.launch_template.as_ref());
     let (mut ends, mut failures) = (0, FirstError::default());
     let instances = context.ledger.of_pool(key);
-    let warm = warm::kept(&instances, ec2);
+    let (warm, drift) = (warm::kept(&instances, ec2, template), Drift::of(&instances, ec2, template));
     let (mut warming, mut returning, mut renewed, mut abandoned) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for machine in &instances {
-        match upkeep(machine, ec2, warm.contains(machine.record.instance_id.as_str()), now) {
+        let keep = warm.contains(machine.record.instance_id.as_str());
+        match drift.apply(machine, upkeep(machine, ec2, keep, now)) {
             Upkeep::Leave if is_abandoned(&machine.record, |record| context.claim_exists(record)) => {
                 abandoned.push(machine.clone());
             }

@@ -10,7 +10,6 @@ use paddock_core::{
         launch::{Wanted, client_token, tags},
         launch_error::{Kind, in_words, launch_problem, passing_problem},
         pool_status::PoolProblem,
-        requirements::Requirements,
         warm,
     },
     names::PoolKey,
@@ -42,7 +41,7 @@ pub(super) async fn keep_warm(
     key: &PoolKey,
     new: &mut RunnerPoolStatus,
 ) -> Result<Option<PoolProblem>, Error> {
-    let missing = warm::missing(&context.ledger.of_pool(key), ec2);
+    let missing = warm::missing(&context.ledger.of_pool(key), ec2, new.launch_template.as_ref());
     if new.fleet.as_ref().is_some_and(|order| context.launch_room.is_settled(key, &order.client_token)) {
         new.fleet = None;
         return Ok(None);
@@ -159,15 +158,7 @@ async fn send_order(
         Err(error) => return Err(aws_problem(error)),
     };
     let now = clock::now();
-    let needs = Requirements {
-        usage_class: order.usage_class,
-        resource_class: order.resource_class.clone(),
-        cpu: order.cpu,
-        memory_mib: order.memory_mib,
-        allowed_instance_types: order.allowed_instance_types.clone(),
-        scope: String::new(),
-    };
-    let launch = |launched| context.launch(launched, key, ec2, &needs, None, now);
+    let launch = |launched| context.launch(launched, key, ec2, order, None, now);
     context.ledger.apply(outcome.launched.iter().filter_map(launch).collect()).await.map_err(aws_problem)?;
     context.launch_room.settle(key, &order.client_token);
     context.pools.note_warm_launch(key);
