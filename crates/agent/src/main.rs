@@ -3,6 +3,7 @@
 
 mod agent;
 mod files;
+mod http;
 mod limits;
 mod metadata;
 mod process;

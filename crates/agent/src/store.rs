@@ -8,6 +8,7 @@ use paddock_record::{Heartbeat, Instance, MachineArns, PublicKey, WorkerSignal, 
 
 use crate::{
     files::Report,
+    http,
     limits::{STORE_CALL_TIMEOUT, backoff},
 };
 
@@ -31,6 +32,9 @@ impl Store {
         let mut failures = 0;
         loop {
             let mut loader = aws_config::defaults(BehaviorVersion::latest()).timeout_config(timeouts.clone());
+            if let Some(http) = http::through_proxy() {
+                loader = loader.http_client(http);
+            }
             if let Some(region) = &region {
                 loader = loader.region(Region::new(region.clone()));
             }

@@ -64,10 +64,15 @@ pub async fn image_that_moves_replaces_machines(world: &World) -> Result<()> {
 
 /// What a pool says about its machines is in their launch template; a runner group reaches warm machines with their next claim.
 pub async fn machines_are_made_as_the_pool_says(world: &World) -> Result<()> {
+    // Nothing answers there, and nothing is sent there: the agent's own addresses are exceptions.
+    let nowhere = "http://127.0.0.1:9";
+    let host_of_github = world.stage.github.html_url().replace("http://", "");
+    let host_of_github = host_of_github.split(':').next().unwrap_or_default();
     let settings = |github: Value| {
         let mut settings = json!({
             "minIdle": 1, "maxInstances": 1, "publicAddress": true, "tags": { "team": "rocket", "Name": "ci" },
             "blockDevices": [{ "deviceName": "/dev/xvdb", "size": 30, "encrypted": true }],
+            "proxy": { "http": nowhere, "noProxy": [host_of_github, ".internal"] },
         });
         if !github.is_null() {
             settings["github"] = github;

@@ -59,11 +59,13 @@ pub struct Setup {
     /// How long ago the agent first started, and its `created` lifetime. `None`: it has never run.
     pub age: Option<(Duration, Duration)>,
     pub table: bool,
+    /// The table is reached through a proxy alone.
+    pub proxy: bool,
 }
 
 impl Default for Setup {
     fn default() -> Self {
-        Self { script: "", scrub: None, age: None, table: true }
+        Self { script: "", scrub: None, age: None, table: true, proxy: false }
     }
 }
 
@@ -143,9 +145,14 @@ impl Bed {
         command.arg(env!("CARGO_BIN_EXE_paddock-agent")).current_dir(&root).env_clear();
         command.env("PATH", format!("{}:{}", bin.display(), std::env::var("PATH")?));
         command.env("HOME", &root).env("PADDOCK_ROOT", &root).env("PADDOCK_LOG_FORMAT", "json");
-        command
-            .env("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata)
-            .env("AWS_ENDPOINT_URL_DYNAMODB", self.aws.endpoint());
+        command.env("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata);
+        if setup.proxy {
+            // The AWS bed answers whichever host it is asked for, as a proxy would.
+            command.env("http_proxy", self.aws.endpoint()).env("no_proxy", "127.0.0.1");
+            command.env("AWS_ENDPOINT_URL_DYNAMODB", "http://dynamodb.invalid");
+        } else {
+            command.env("AWS_ENDPOINT_URL_DYNAMODB", self.aws.endpoint());
+        }
         let process = Process::spawn("machine", command, &logs)?;
         let machine = Machine { bed: self, id, table, root, spot_notice, process };
         if setup.table {

@@ -40,6 +40,7 @@ fn main() -> ExitCode {
     }
     let trials = trials![
         a_machine_serves_one_run_after_another,
+        a_proxy_is_used_but_for_its_exceptions,
         a_job_outlives_the_agent_and_the_next_agent_takes_it_over,
         a_token_sealed_to_another_key_registers_nothing,
         a_failed_script_keeps_the_instance_out,
@@ -60,6 +61,15 @@ fn main() -> ExitCode {
     }
     drop(bed);
     if violations.is_empty() { conclusion.exit_code() } else { ExitCode::FAILURE }
+}
+
+/// The table is behind the proxy; the metadata service and GitHub are not.
+async fn a_proxy_is_used_but_for_its_exceptions(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup { proxy: true, ..Setup::default() }).await?;
+    machine.record(State::Created, "", "", AHEAD).await?;
+    machine.reports(Signal::ScriptOk, "").await?;
+    machine.claim("9050").await?;
+    machine.reports(Signal::Registered, "9050").await
 }
 
 async fn a_machine_serves_one_run_after_another(bed: &Bed) -> Result<()> {

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     common::{Duration, SecretRef, UsageClass, duration_or_zero, instance_types_schema, pattern},
-    machine::{Ami, BlockDevice, tags_schema},
+    machine::{Ami, BlockDevice, Proxy, ca_bundle_schema, tags_schema},
 };
 
 /// Warm machines in EC2 that are reused across workflows.
@@ -118,6 +118,16 @@ pub struct Ec2Pool {
     /// Whether the machines have a public IPv4 address; left out: as their subnet says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub public_address: Option<bool>,
+
+    /// The proxies of agent, runner and jobs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub proxy: Option<Proxy>,
+
+    /// Certificates (PEM) of authorities that agent, runner and jobs trust beside those of the image, such as that of a GitHub
+    /// Enterprise Server. Becomes part of the user data, which EC2 limits to 16 KiB as a whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "ca_bundle_schema")]
+    pub ca_bundle: Option<String>,
 }
 
 impl Ec2Pool {

@@ -13,6 +13,7 @@ pub mod launch;
 pub mod launch_error;
 pub mod machine;
 pub mod matching;
+pub mod network;
 pub mod pool_status;
 pub mod requirements;
 pub mod rerun;

@@ -9,6 +9,8 @@ use base64::{Engine, prelude::BASE64_STANDARD};
 use flate2::{Compression, write::GzEncoder};
 use paddock_record::AgentConfig;
 
+use super::network::Network;
+
 /// EC2 refuses user data above this size, counted before it is base64-encoded for the API.
 pub const USER_DATA_MAX: usize = 16 * 1024;
 
@@ -16,20 +18,27 @@ pub const USER_DATA_MAX: usize = 16 * 1024;
 pub enum UserDataError {
     #[error(
         "the instance's user data would be {size} bytes, {} over EC2's limit of {USER_DATA_MAX}: shorten \
-         preRunnerScript (or reuse.scrubScript), for example by letting it fetch what it runs",
+         preRunnerScript (or reuse.scrubScript, or caBundle), for example by letting it fetch what it runs",
         size - USER_DATA_MAX
     )]
     TooLong { size: usize },
     #[error("agent.url must be an http or https address without spaces or control characters, not {0:?}")]
     Url(String),
+    #[error("proxy must have addresses without quotes, spaces or control characters, not {0:?}")]
+    Proxy(String),
     #[error("agent.sha256 must be 64 hexadecimal digits, not {0:?}")]
     Sha256(String),
 }
 
 /// The script, not yet base64-encoded for the API. The same input always gives the same bytes, so that a launch
 /// template changes only when its pool does.
-pub fn user_data(config: &AgentConfig, agent_url: &str, agent_sha256: &str) -> Result<String, UserDataError> {
-    let script = format!("{}{FETCH}{START}", decode(config, agent_url, agent_sha256)?);
+pub fn user_data(
+    config: &AgentConfig,
+    agent_url: &str,
+    agent_sha256: &str,
+    network: Network,
+) -> Result<String, UserDataError> {
+    let script = format!("{}{}{FETCH}{START}", decode(config, agent_url, agent_sha256)?, network.script()?);
     match script.len() {
         size if size > USER_DATA_MAX => Err(UserDataError::TooLong { size }),
         _ => Ok(script),
@@ -52,7 +61,7 @@ fn decode(config: &AgentConfig, url: &str, sha256: &str) -> Result<String, UserD
         .replace("@CONFIG@", &BASE64_STANDARD.encode(gzip(&config))))
 }
 
-fn gzip(bytes: &[u8]) -> Vec<u8> {
+pub(super) fn gzip(bytes: &[u8]) -> Vec<u8> {
     let mut encoder = GzEncoder::new(Vec::new(), Compression::best());
     encoder.write_all(bytes).and_then(|()| encoder.finish()).expect("writing to memory does not fail")
 }
@@ -68,6 +77,7 @@ chmod 0755 "$home"
 url="$(base64 -d <<<'@URL@')"
 sha256="$(base64 -d <<<'@SHA256@')"
 base64 -d <<<'@CONFIG@' | gzip -d >"$state/config.json"
+rm -f "$state/environment"
 "#;
 
 /// A machine image may include the agent; only its checksum counts. An instance that cannot get its agent is useless,
@@ -94,7 +104,7 @@ fi
 const START: &str = r#"
 if [ -z "$root" ] && [ -d /run/systemd/system ]; then
   exec systemd-run --unit=paddock-agent --description="Paddock agent" \
-    -p Restart=always -p RestartSec=5 -p KillMode=process -- "$home/paddock-agent" --config "$state/config.json"
+    -p Restart=always -p RestartSec=5 -p KillMode=process -p EnvironmentFile="-$state/environment" -- "$home/paddock-agent" --config "$state/config.json"
 fi
 exec "$home/paddock-agent" --config "$state/config.json" >>"$log" 2>&1
 "#;
@@ -115,6 +125,7 @@ mod tests {
     use sha2::{Digest, Sha256};
 
     use super::*;
+    use crate::api::Proxy;
 
     const SHA256: &str = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855";
 
@@ -212,7 +223,7 @@ mod tests {
             };
             let url = format!("https://example.com/{tail}");
             let root = machine();
-            let whole = user_data(&config, &url, SHA256).unwrap();
+            let whole = user_data(&config, &url, SHA256, Network::default()).unwrap();
             let syntax = bash(&whole, &["-n"], root.path());
             prop_assert!(syntax.status.success(), "{}", String::from_utf8_lossy(&syntax.stderr));
 
@@ -230,7 +241,8 @@ mod tests {
     fn an_agent_with_the_right_checksum_is_installed_and_started() {
         let agent = b"#!/bin/sh\necho \"started with $*\"\n".to_vec();
         let root = machine();
-        let run = |url: &str| bash(&user_data(&config(""), url, &hex(&agent)).unwrap(), &[], root.path());
+        let run =
+            |url: &str| bash(&user_data(&config(""), url, &hex(&agent), Network::default()).unwrap(), &[], root.path());
         let log = || fs::read_to_string(root.path().join("var/log/paddock-agent.log")).unwrap();
         let started = format!("started with --config {}/var/lib/paddock/config.json\n", root.path().display());
 
@@ -242,10 +254,52 @@ mod tests {
     }
 
     #[test]
+    fn an_agent_comes_through_the_proxy_and_inherits_it_with_the_certificates() {
+        let agent = b"#!/bin/sh\nenv\n".to_vec();
+        let root = machine();
+        // It answers every request, those to a proxy too.
+        let proxy = serve(agent.clone()).replace("/paddock-agent", "");
+        let proxy = Proxy { http: Some(proxy), https: None, no_proxy: vec![".internal".into(), "10.0.0.0/8".into()] };
+        let ours = "-----BEGIN CERTIFICATE-----\nb3Vycw==\n-----END CERTIFICATE-----\n";
+        let network = Network { proxy: Some(&proxy), ca_bundle: Some(ours) };
+        let script = user_data(&config(""), "http://agents.invalid/agent", &hex(&agent), network).unwrap();
+        let run = bash(&script, &[], root.path());
+        let log = fs::read_to_string(root.path().join("var/log/paddock-agent.log")).unwrap();
+        assert!(run.status.success(), "{log}");
+        let home = root.path().join("opt/paddock");
+        for (name, value) in [
+            ("http_proxy", proxy.http.clone().unwrap()),
+            ("HTTP_PROXY", proxy.http.clone().unwrap()),
+            ("no_proxy", "localhost,127.0.0.1,::1,169.254.169.254,fd00:ec2::254,.internal,10.0.0.0/8".into()),
+            ("CURL_CA_BUNDLE", home.join("ca-bundle.pem").display().to_string()),
+            ("SSL_CERT_FILE", home.join("ca-bundle.pem").display().to_string()),
+            ("NODE_EXTRA_CA_CERTS", home.join("ca.pem").display().to_string()),
+        ] {
+            assert!(log.lines().any(|line| line == format!("{name}={value}")), "{name}: {log}");
+        }
+        assert_eq!(fs::read_to_string(home.join("ca.pem")).unwrap(), ours);
+        let bundle = fs::read(home.join("ca-bundle.pem")).unwrap();
+        assert!(bundle.ends_with(ours.as_bytes()));
+        let system = fs::read("/etc/ssl/certs/ca-certificates.crt").unwrap_or_default();
+        assert!(bundle.starts_with(&system), "the image's own certificates are kept");
+        assert_eq!(fs::metadata(home.join("ca-bundle.pem")).unwrap().permissions().mode() & 0o777, 0o644, "for jobs");
+    }
+
+    #[test]
+    fn a_proxy_that_systemd_would_read_as_something_else_is_refused() {
+        for address in ["http://a b", "http://a'b", "http://a\"b", "http://a\nPATH=/tmp", "http://a\\b"] {
+            let proxy = Proxy { https: Some(address.into()), ..Proxy::default() };
+            let network = Network { proxy: Some(&proxy), ca_bundle: None };
+            let refused = user_data(&config(""), "https://a", SHA256, network);
+            assert_eq!(refused, Err(UserDataError::Proxy(address.to_owned())));
+        }
+    }
+
+    #[test]
     fn an_agent_with_a_wrong_checksum_is_never_run_and_the_instance_ends_itself() {
         let root = machine();
         let url = serve(b"#!/bin/sh\ntouch \"$PADDOCK_ROOT/pwned\"\n".to_vec());
-        let run = bash(&user_data(&config(""), &url, SHA256).unwrap(), &[], root.path());
+        let run = bash(&user_data(&config(""), &url, SHA256, Network::default()).unwrap(), &[], root.path());
         assert!(!run.status.success());
         assert!(!root.path().join("pwned").exists() && !root.path().join("opt/paddock/paddock-agent").exists());
         assert_eq!(fs::read_to_string(root.path().join("shutdown")).unwrap(), "-h now\n");
@@ -258,8 +312,11 @@ mod tests {
         // Random letters, because repeated ones compress to nothing.
         let letters = |n: usize| (0..n).map(|i| hex(&i.to_le_bytes())[..2].to_owned()).collect::<String>();
         let url = "https://example.com/agent";
-        assert!(user_data(&config(&letters(8_000)), url, SHA256).is_ok_and(|script| script.len() <= USER_DATA_MAX));
-        let error = user_data(&config(&letters(20_000)), url, SHA256).unwrap_err();
+        assert!(
+            user_data(&config(&letters(8_000)), url, SHA256, Network::default())
+                .is_ok_and(|script| script.len() <= USER_DATA_MAX)
+        );
+        let error = user_data(&config(&letters(20_000)), url, SHA256, Network::default()).unwrap_err();
         let UserDataError::TooLong { size } = error else { panic!("{error}") };
         assert!(
             error
@@ -271,7 +328,7 @@ mod tests {
 
     #[test]
     fn an_address_or_checksum_that_is_none_is_refused() {
-        let of = |url: &str, sha256: &str| user_data(&config(""), url, sha256).map(|_| ());
+        let of = |url: &str, sha256: &str| user_data(&config(""), url, sha256, Network::default()).map(|_| ());
         for url in ["", "s3://bucket/agent", "file:///etc/passwd", "https://a b", "https://a\n", "https://a\0"] {
             assert_eq!(of(url, SHA256), Err(UserDataError::Url(url.to_owned())));
         }

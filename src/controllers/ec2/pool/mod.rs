@@ -18,6 +18,7 @@ use paddock_core::{
     ec2::{
         launch::{queue_name, template, template_name},
         machine::Machine,
+        network::Network,
         pool_status::{self, PoolProblem},
         requirements::Requirements,
         user_data::user_data,
@@ -164,7 +165,7 @@ async fn prepare(
         runner_version: Some(ec2.runner_version.clone()),
         ..AgentConfig::new(cluster, &key.to_string(), ec2.lifetimes.created.into())
     };
-    let script = user_data(&config, &ec2.agent.url, &ec2.agent.sha256)
+    let script = user_data(&config, &ec2.agent.url, &ec2.agent.sha256, Network::of(ec2))
         .map_err(|error| (PoolReason::UserDataTooLarge, error.to_string()))?;
     let wanted = template(cluster, &key, ec2, BASE64_STANDARD.encode(script))?;
     let template = context.machines.ensure_template(&wanted).await.map_err(aws_problem)?;
