@@ -182,7 +182,6 @@ impl Stage {
             "instanceProfile": "paddock-runner",
             "securityGroupIds": [self.aws.security_group_id()],
             "subnetIds": subnets,
-            "runnerVersion": "2.330.0",
             "agent": { "url": self.agent.url, "sha256": self.agent.sha256 },
             "resourceClasses": [{ "name": "medium", "cpu": 2, "memoryMiB": 4096 }],
             "github": { "owner": ORGANIZATION, "credentialsRef": { "name": CREDENTIALS } },

@@ -14,7 +14,7 @@ use paddock::api::{
     self, ClaimPhase, ClaimReason, ClaimWorker, ClassTypes, ContainerEnd, Failure, FailureReason, Heartbeat,
     HeartbeatState, IncludedTypes, InstanceInfo, Interruption, LaunchOrder, LaunchTemplate, OrderSubnet, PodEvent,
     PodPlace, PoolKind, PoolReason, Queue, Rerun, RerunOutcome, Runner, RunnerClaim, RunnerClaimStatus, RunnerPool,
-    RunnerPoolStatus, Slots, UsageClass, Worker, WorkerCounts, WorkerSource, WorkerState, WorkerStatus,
+    RunnerPoolStatus, RunnerRelease, Slots, UsageClass, Worker, WorkerCounts, WorkerSource, WorkerState, WorkerStatus,
 };
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Value, json};
@@ -52,7 +52,7 @@ async fn defaults_agree(shared: Arc<Shared>) -> Result<()> {
             "least-ec2",
             json!({ "ec2": {
         "ami": { "id": "ami-01234567" }, "instanceProfile": "runner", "securityGroupIds": ["sg-01234567"],
-        "subnetIds": ["subnet-01234567"], "runnerVersion": "2.330.0",
+        "subnetIds": ["subnet-01234567"],
         "agent": { "url": "https://example.com/agent", "sha256": "0".repeat(64) },
         "resourceClasses": [{ "name": "small", "cpu": 2, "memoryMiB": 4096 }],
         "github": { "owner": "my-org", "credentialsRef": { "name": "github-app" } },
@@ -170,6 +170,12 @@ async fn statuses_survive(shared: Arc<Shared>) -> Result<()> {
             version: 3,
             digest: Some("d".into()),
             image: Some("ami-1".into()),
+        }),
+        runner: Some(RunnerRelease {
+            version: "2.330.0".into(),
+            latest: "2.336.0".into(),
+            newer_since: time(),
+            deadline: time(),
         }),
         fleet: Some(fleet.clone().into()),
         conditions: ready(PoolReason::Ready.as_str()),

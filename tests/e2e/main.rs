@@ -115,6 +115,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2::drift::machines_of_an_edited_pool_are_replaced,
         ec2::drift::image_that_moves_replaces_machines,
         ec2::drift::machines_are_made_as_the_pool_says,
+        ec2::drift::pool_with_an_old_runner_says_until_when_it_works,
         ec2::expiry::i2_expired_machine_shuts_down_in_every_state_without_the_operator,
         ec2::expiry::i2_operator_terminates_machine_that_starts_too_late,
         ec2::expiry::i2_operator_terminates_expired_claimed_machine,

@@ -33,7 +33,7 @@ static POOLS: LazyLock<[Ec2Pool; MACHINES + 1]> = LazyLock::new(|| {
     std::array::from_fn(|max| {
         serde_json::from_value(serde_json::json!({
             "ami": { "id": "ami-1" }, "instanceProfile": "runner", "securityGroupIds": ["sg-1"], "subnetIds": ["subnet-1"],
-            "runnerVersion": "2.330.0", "agent": { "url": "https://example.com/agent", "sha256": "0" },
+            "agent": { "url": "https://example.com/agent", "sha256": "0" },
             "resourceClasses": [{ "name": "medium", "cpu": 2, "memoryMiB": 4096 }], "maxInstances": max,
             "github": { "owner": "acme", "credentialsRef": { "name": "github" } },
         }))

@@ -84,6 +84,12 @@ impl Control {
         self.hub.change(|world, _| world.rename_owner(login, new));
     }
 
+    /// Lists another release of the runner for an owner.
+    pub fn list_runner(&self, owner: &str, version: &str, checksums: bool) {
+        let release = Release { version: version.to_owned(), checksums };
+        self.hub.change(|world, _| world.releases.insert(owner.to_lowercase(), release));
+    }
+
     pub fn app(&self, slug: &str) -> App {
         self.hub.change(|world, _| {
             let app = App { id: world.id(), slug: slug.to_owned(), private_key: app_key().private_pem.clone() };

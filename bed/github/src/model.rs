@@ -27,6 +27,14 @@ pub struct Repository {
     pub private: bool,
 }
 
+/// A release of the runner, as GitHub lists it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Release {
+    pub version: String,
+    /// Whether the list has checksums.
+    pub checksums: bool,
+}
+
 /// A GitHub App with the key that its owner downloaded.
 #[derive(Clone, Debug, Serialize)]
 pub struct App {

@@ -15,6 +15,7 @@ use crate::{
     hooks::{Delivery, Hook, HookFault},
     model::*,
     rate::Window,
+    runner::VERSION,
 };
 
 /// An event for webhooks.
@@ -62,6 +63,8 @@ pub struct World {
     pub outbox: Vec<Event>,
     last_id: u64,
     pub random: StdRng,
+    /// The release of the runner that an owner is shown, where it is another than [`VERSION`].
+    pub releases: HashMap<String, Release>,
 }
 
 impl World {
@@ -92,6 +95,7 @@ impl World {
             outbox: vec![],
             last_id: 1000,
             random: StdRng::seed_from_u64(seed),
+            releases: HashMap::new(),
         }
     }
 
@@ -102,6 +106,11 @@ impl World {
 
     pub fn owner(&self, login: &str) -> Option<&Owner> {
         self.owners.iter().find(|owner| same(&owner.login, login))
+    }
+
+    pub fn release(&self, owner: &str) -> Release {
+        let listed = self.releases.get(&owner.to_lowercase()).cloned();
+        listed.unwrap_or_else(|| Release { version: VERSION.to_owned(), checksums: true })
     }
 
     pub fn repository(&self, owner: &str, name: &str) -> Option<&Repository> {

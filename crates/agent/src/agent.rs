@@ -238,10 +238,10 @@ impl Agent {
         self.files.remember(&self.memory)?;
         tracing::info!("running the pre-runner script");
         let path = self.files.script("pre-runner", &self.config.pre_runner_script)?;
-        let (runner, version) = (self.runner.clone(), self.config.runner_version.clone());
+        let (runner, archives) = (self.runner.clone(), self.config.runner_archives.clone());
         self.script = Some(tokio::spawn(async move {
             run_script(&path, Duration::MAX).await.context("the pre-runner script")?;
-            runner.install(version.as_deref()).await
+            runner.install(&archives).await
         }));
         Ok(())
     }

@@ -1,6 +1,7 @@
 //! The GitHub runner: its directory, `config.sh` and `run.sh`.
 
 use std::{
+    collections::BTreeMap,
     fs::{self, File},
     io,
     path::{Path, PathBuf},
@@ -9,6 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
+use paddock_record::RunnerArchive;
 use tokio::process::{Child, Command};
 
 use crate::{limits, process};
@@ -78,14 +80,20 @@ impl Installation {
     }
 
     /// Downloads the runner if the image has none.
-    pub async fn install(&self, version: Option<&str>) -> Result<()> {
+    pub async fn install(&self, archives: &BTreeMap<String, RunnerArchive>) -> Result<()> {
         if self.dir.join("config.sh").exists() {
             return Ok(());
         }
-        let Some(version) = version else {
-            bail!("no runner in {}: put one into the image, or name a runnerVersion in the pool", self.dir.display());
+        let architecture = architecture(std::env::consts::ARCH);
+        let Some(RunnerArchive { url, sha256 }) = archives.get(architecture) else {
+            bail!(
+                "no runner in {}, and GitHub lists none for {architecture}: put one into the image",
+                self.dir.display()
+            );
         };
-        let url = release(version, std::env::consts::ARCH)?;
+        let Some(sha256) = sha256 else {
+            bail!("no checksum of {url} is known: set runnerSha256 in the pool, or put a runner into the image");
+        };
         tracing::info!(%url, "downloading the runner");
         fs::create_dir_all(&self.dir)?;
         if let User::Runner { group, .. } = &self.user {
@@ -96,7 +104,14 @@ impl Installation {
         let archive = self.dir.join("runner.tar.gz");
         let mut curl = self.command("curl");
         curl.args(["--fail", "--silent", "--show-error", "--location", "--retry", "10", "--output"]);
-        output(curl.arg(&archive).args(["--url", &url]), limits::INSTALL_TIMEOUT, None).await?;
+        output(curl.arg(&archive).args(["--url", url]), limits::INSTALL_TIMEOUT, None).await?;
+        let sums = self.dir.join("runner.sha256");
+        fs::write(&sums, format!("{sha256}  {}\n", archive.display()))?;
+        let mut check = Command::new("sha256sum");
+        let checked =
+            output(check.args(["--check", "--quiet"]).arg(&sums).process_group(0), limits::INSTALL_TIMEOUT, None);
+        checked.await.with_context(|| format!("what {url} serves does not have the checksum {sha256}"))?;
+        fs::remove_file(sums)?;
         let mut tar = self.command("tar");
         output(tar.args(["--extract", "--gzip", "--file"]).arg(&archive), limits::INSTALL_TIMEOUT, None).await?;
         Ok(fs::remove_file(archive)?)
@@ -165,15 +180,13 @@ fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
     }
 }
 
-/// The download URL of the runner for this CPU architecture.
-fn release(version: &str, arch: &str) -> Result<String> {
-    let arch = match arch {
+/// GitHub's name of this CPU architecture, in its archives' names.
+fn architecture(arch: &str) -> &str {
+    match arch {
         "x86_64" => "x64",
         "aarch64" => "arm64",
-        other => bail!("GitHub publishes no runner for {other}: put one into the image"),
-    };
-    let file = format!("actions-runner-linux-{arch}-{version}.tar.gz");
-    Ok(format!("https://github.com/actions/runner/releases/download/v{version}/{file}"))
+        other => other,
+    }
 }
 
 /// Runs a command and logs its output with the token redacted. On failure, the error is the last line.
@@ -260,16 +273,49 @@ mod tests {
         assert!(fs::read_to_string(dir.path().join("args")).unwrap().ends_with("--runnergroup\nR&D boards\n"));
     }
 
+    /// Serves `body` to each request, and returns the address.
+    async fn serve(body: Vec<u8>) -> String {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}/runner.tar.gz", listener.local_addr().unwrap());
+        let app = axum::Router::new().fallback(async move || body);
+        tokio::spawn(async move { axum::serve(listener, app).await });
+        url
+    }
+
     #[tokio::test]
-    async fn a_missing_runner_says_what_to_do() {
+    async fn a_runner_is_installed_only_if_its_checksum_is_known_and_right() {
+        let (source, _) = installation("");
+        let archive = source.path().join("archive");
+        let mut tar = Command::new("tar");
+        assert!(
+            tar.arg("-czf")
+                .arg(&archive)
+                .args(["config.sh", "run.sh"])
+                .current_dir(&source)
+                .status()
+                .await
+                .unwrap()
+                .success()
+        );
+        let sum = Command::new("sha256sum").arg(&archive).output().await.unwrap().stdout;
+        let sum = String::from_utf8(sum).unwrap()[..64].to_owned();
+        let url = serve(fs::read(&archive).unwrap()).await;
         let dir = tempfile::tempdir().unwrap();
-        let runner = Installation::new(dir.path().join("none"), dir.path().join("log"));
-        let error = runner.install(None).await.unwrap_err().to_string();
-        assert!(error.ends_with("put one into the image, or name a runnerVersion in the pool"), "{error}");
-        let url =
-            "https://github.com/actions/runner/releases/download/v2.330.0/actions-runner-linux-arm64-2.330.0.tar.gz";
-        assert_eq!(release("2.330.0", "aarch64").unwrap(), url);
-        assert!(release("2.330.0", "riscv64").is_err());
+        let install = async |name: &str, architecture: &str, sha256: Option<&str>| {
+            let dir = dir.path().join(name);
+            let runner = Installation { dir: dir.clone(), log: dir.join("log"), user: User::Own };
+            let archive = RunnerArchive { url: url.clone(), sha256: sha256.map(str::to_owned) };
+            let installed = runner.install(&BTreeMap::from([(architecture.to_owned(), archive)])).await;
+            (dir.join("config.sh").exists(), installed.map_err(|error| format!("{error:#}")).err().unwrap_or_default())
+        };
+        let here = architecture(std::env::consts::ARCH);
+        assert_eq!(install("right", here, Some(&sum)).await, (true, String::new()));
+        let (there, error) = install("wrong", here, Some(&"0".repeat(64))).await;
+        assert!(!there && error.starts_with(&format!("what {url} serves does not have the checksum 000")), "{error}");
+        let (there, error) = install("unknown", here, None).await;
+        assert!(!there && error.ends_with("set runnerSha256 in the pool, or put a runner into the image"), "{error}");
+        let (there, error) = install("other", "riscv64", Some(&sum)).await;
+        assert!(!there && error.ends_with("put one into the image"), "{error}");
     }
 
     #[test]

@@ -61,6 +61,15 @@ impl<K: Clone + Eq + Hash, V: Clone> ExpiringCache<K, V> {
         entry.as_ref().map(|entry| entry.value.clone())
     }
 
+    /// Makes the next caller fetch again, and keeps the value for [`Self::last`].
+    #[cfg(test)]
+    pub async fn expire(&self, key: &K) {
+        let slot = lock(&self.slots).get(key).cloned();
+        if let Some(slot) = slot {
+            slot.lock().await.iter_mut().for_each(|entry| entry.expires = Some(Instant::now()));
+        }
+    }
+
     /// Makes the next caller fetch again.
     pub async fn invalidate(&self, key: &K) {
         let slot = lock(&self.slots).get(key).cloned();

@@ -1,4 +1,4 @@
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -36,12 +36,28 @@ pub struct AgentConfig {
     /// Release of the GitHub runner to download if the machine image has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub runner_version: Option<String>,
+    /// Its archives, by the architecture in their names.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub runner_archives: BTreeMap<String, RunnerArchive>,
+    /// The newest release, as GitHub lists it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub listed_runner_version: Option<String>,
     /// How long an instance may run without a record before it terminates itself.
     pub created_lifetime_seconds: u64,
     #[serde(default = "heartbeat_seconds")]
     pub heartbeat_seconds: u64,
     #[serde(default = "poll_milliseconds")]
     pub poll_milliseconds: u64,
+}
+
+/// An archive of the GitHub runner.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RunnerArchive {
+    pub url: String,
+    /// Without it the archive must not be used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<String>,
 }
 
 const fn heartbeat_seconds() -> u64 {
@@ -63,6 +79,8 @@ impl AgentConfig {
             pre_runner_script: String::new(),
             scrub_script: None,
             runner_version: None,
+            runner_archives: BTreeMap::new(),
+            listed_runner_version: None,
             created_lifetime_seconds: created_lifetime.as_secs(),
             heartbeat_seconds: heartbeat_seconds(),
             poll_milliseconds: poll_milliseconds(),

@@ -14,7 +14,7 @@ mod state;
 mod time;
 pub mod transition;
 
-pub use config::{AgentConfig, EXPIRY_SLACK, HEARTBEAT, POLL};
+pub use config::{AgentConfig, EXPIRY_SLACK, HEARTBEAT, POLL, RunnerArchive};
 pub use expression::Expression;
 pub use item::{Heartbeat, Instance, ItemError, REPORT_ATTRIBUTES, SCRUB, WorkerSignal, attribute, is_oversized};
 pub use key::{MachineArns, instance_key, report_key};

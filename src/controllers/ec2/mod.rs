@@ -6,6 +6,7 @@ mod launch_room;
 mod machines;
 pub mod pool;
 pub mod pool_memory;
+mod runner_release;
 pub mod runner_tokens;
 mod sweep;
 mod waiting_line;

@@ -1,7 +1,8 @@
 //! Pools that are edited, or whose image moves: their machines are replaced.
 
 use anyhow::{Context, Result, ensure};
-use paddock::api::{ClaimPhase, FailureReason, RunnerPool, RunnerPoolStatus};
+use kube::api::{Patch, PatchParams};
+use paddock::api::{ClaimPhase, FailureReason, RUNNER_OUTDATED, RunnerPool, RunnerPoolStatus};
 use paddock_record::State;
 use serde_json::{Value, json};
 
@@ -113,5 +114,30 @@ pub async fn machines_are_made_as_the_pool_says(world: &World) -> Result<()> {
     let record = pool.cloud.record(&id).await?.context("the machine was not replaced")?;
     ensure!((record.state, record.runner_group.as_str()) == (State::Running, "Default"), "{record:?}");
     pool.release("build").await?;
+    pool.clean_up().await
+}
+
+/// A pool that pins a release says until when GitHub takes it; without the pin it has the one that GitHub lists.
+pub async fn pool_with_an_old_runner_says_until_when_it_works(world: &World) -> Result<()> {
+    let sums = json!({ "x64": "0".repeat(64), "arm64": "1".repeat(64) });
+    let pool = Ec2Pool::new(world, json!({ "runnerVersion": "2.300.0", "runnerSha256": sums })).await?;
+    let condition = |status: &RunnerPoolStatus| {
+        let found = status.conditions.iter().find(|condition| condition.type_ == RUNNER_OUTDATED);
+        found.map(|condition| (condition.status.clone(), condition.message.clone()))
+    };
+    pool.until_pool("outdated", |status| condition(status).is_some_and(|(status, _)| status == "True")).await?;
+    let status = pool.pool_status().await?;
+    let runner = status.runner.clone().context("a pool has a runner")?;
+    let (since, deadline) = (runner.newer_since.context("since")?.0, runner.deadline.context("until")?.0);
+    ensure!(deadline.duration_since(since).as_hours() == 30 * 24, "{since} {deadline}");
+    let message = condition(&status).unwrap_or_default().1;
+    ensure!(message.contains("runner 2.300.0 is older than") && message.contains(&runner.latest), "{message}");
+
+    let unpin = json!({ "spec": { "ec2": { "runnerVersion": null, "runnerSha256": null } } });
+    let pools = world.api::<RunnerPool>(&pool.namespace);
+    pools.patch(POOL, &PatchParams::default(), &Patch::Merge(unpin)).await?;
+    pool.until_pool("current", |status| condition(status).is_some_and(|(status, _)| status == "False")).await?;
+    let runner = pool.pool_status().await?.runner.context("a pool has a runner")?;
+    ensure!(runner.version == runner.latest && runner.deadline.is_none(), "{runner:?}");
     pool.clean_up().await
 }

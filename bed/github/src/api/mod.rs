@@ -1,6 +1,7 @@
 //! The subset of GitHub's REST API that the operator, its agents and their users need.
 
 mod apps;
+mod downloads;
 mod groups;
 mod runners;
 mod runs;
@@ -217,6 +218,7 @@ pub fn router(hub: &Arc<Hub>) -> Router<Arc<Hub>> {
         let base = format!("{scope}/actions/runners");
         router = router
             .route(&base, get(runners::list_runners))
+            .route(&format!("{base}/downloads"), get(downloads::downloads))
             .route(&format!("{base}/{{runner_id}}"), get(runners::show).delete(runners::remove))
             .route(&format!("{base}/generate-jitconfig"), post(runners::jit_config))
             .route(&format!("{base}/registration-token"), post(runners::registration_token))

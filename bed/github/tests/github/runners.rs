@@ -121,3 +121,29 @@ async fn registration_and_remove_tokens_are_handed_out_for_an_hour() {
     }
     bed.finish().await;
 }
+
+#[tokio::test]
+async fn runners_for_download_are_listed_and_an_unchanged_list_is_free() {
+    let bed = Bed::start().await;
+    for base in ["/orgs/acme/actions/runners", "/repos/acme/app/actions/runners"] {
+        let path = format!("{base}/downloads");
+        let first = bed.get(&path).await;
+        let linux: Vec<_> = first.body.as_array().unwrap().iter().filter(|runner| runner["os"] == "linux").collect();
+        assert_eq!(linux[0]["architecture"], "x64");
+        assert_eq!(linux[0]["sha256_checksum"].as_str().unwrap().len(), 64);
+        let again = reqwest::Client::new().get(format!("{}{path}", bed.github.api_url())).bearer_auth(&bed.token);
+        let again =
+            again.header("user-agent", "bed").header("if-none-match", first.header("etag")).send().await.unwrap();
+        assert_eq!(
+            (again.status().as_u16(), again.headers().get("etag").unwrap().to_str().unwrap()),
+            (304, first.header("etag"))
+        );
+        assert_eq!(again.headers()["x-ratelimit-remaining"], first.header("x-ratelimit-remaining"));
+        assert_eq!(again.bytes().await.unwrap().len(), 0);
+    }
+    bed.github.list_runner("acme", "9.0.0", false);
+    let newer = bed.get("/orgs/acme/actions/runners/downloads").await;
+    assert_eq!(newer.body[0]["filename"], "actions-runner-linux-x64-9.0.0.tar.gz");
+    assert_eq!(newer.body[0]["sha256_checksum"], Value::Null);
+    bed.finish().await;
+}

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     common::{Duration, SecretRef, UsageClass, duration_or_zero, instance_types_schema, pattern},
-    machine::{Ami, BlockDevice, Proxy, ca_bundle_schema, tags_schema},
+    machine::{Ami, BlockDevice, Proxy, ca_bundle_schema, runner_sha256_schema, tags_schema},
 };
 
 /// Warm machines in EC2 that are reused across workflows.
@@ -23,7 +23,9 @@ use super::{
     validation = Rule::new("!has(self.amiId)")
         .message("moved to ami.id").field_path(".amiId").reason(Reason::FieldValueForbidden),
     validation = Rule::new("has(self.amiId) || has(self.ami.id) != has(self.ami.ssmParameter)")
-        .message("exactly one of id and ssmParameter must be set").field_path(".ami")
+        .message("exactly one of id and ssmParameter must be set").field_path(".ami"),
+    validation = Rule::new("!has(self.runnerVersion) || size(self.runnerSha256) > 0")
+        .message("runnerVersion needs the checksums of its archives: GitHub lists those of its newest version only").field_path(".runnerSha256")
 )]
 #[serde(rename_all = "camelCase")]
 pub struct Ec2Pool {
@@ -55,9 +57,17 @@ pub struct Ec2Pool {
     #[schemars(length(max = 16384), regex(pattern = pattern::TEXT))]
     pub pre_runner_script: Option<String>,
 
-    /// The version of GitHub's runner, for example `2.330.0`.
+    /// The version of GitHub's runner that machines install where their image has none. Left out: the one that GitHub lists, and
+    /// machines are replaced when it lists a newer one. GitHub refuses a version 30 days after a newer one was released.
+    #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(length(max = 32), regex(pattern = pattern::VERSION))]
-    pub runner_version: String,
+    pub runner_version: Option<String>,
+
+    /// The SHA-256 of the runner's archive by architecture, `x64` or `arm64`: for `runnerVersion`, and where GitHub's list has none. A
+    /// machine refuses an archive with another one, and one without.
+    #[serde(default)]
+    #[schemars(schema_with = "runner_sha256_schema")]
+    pub runner_sha256: BTreeMap<String, String>,
 
     /// Where a new machine fetches Paddock's agent from.
     pub agent: Agent,

@@ -26,8 +26,8 @@ pub use claim::{
     ClaimPhase, ClaimWorker, Job, PhaseTimes, RunnerClaim, RunnerClaimSpec, RunnerClaimStatus, WorkerSource,
 };
 pub use common::{
-    CLOCK_SKEW, Duration, Owner, OwnerType, READY, RUNNER_NAME_MAX, Runner, SecretRef, UsageClass, clip, condition,
-    head, ready_condition, set_condition,
+    CLOCK_SKEW, Duration, Owner, OwnerType, READY, RUNNER_NAME_MAX, RUNNER_OUTDATED, Runner, SecretRef, UsageClass,
+    clip, condition, head, ready_condition, set_condition,
 };
 pub use ec2::{
     Agent, Ec2Defaults, Ec2GitHub, Ec2Pool, Ec2Timeouts, Fallback, Lifetimes, ResourceClass, Reuse, ReuseScope,
@@ -37,8 +37,8 @@ pub use generate::{crds, crds_yaml};
 pub use launch_order::{CapacityShortage, IncludedTypes, LaunchOrder, OrderSubnet};
 pub use machine::{Ami, BlockDevice, Proxy, SSM_PREFIX, VolumeType};
 pub use pool::{
-    ClassTypes, Hardware, LaunchTemplate, PoolKind, Queue, RunnerPool, RunnerPoolSpec, RunnerPoolStatus, Slots,
-    WorkerCounts,
+    ClassTypes, Hardware, LaunchTemplate, PoolKind, Queue, RunnerPool, RunnerPoolSpec, RunnerPoolStatus, RunnerRelease,
+    Slots, WorkerCounts,
 };
 pub use reasons::{ClaimReason, FailureReason, PoolReason};
 pub use reference::reference_markdown;

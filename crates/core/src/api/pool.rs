@@ -1,6 +1,6 @@
 //! `RunnerPool`: where runners come from.
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube_derive::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -124,13 +124,18 @@ pub struct RunnerPoolStatus {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub launch_template: Option<LaunchTemplate>,
 
+    /// The release of GitHub's runner that new machines install, unless their image has one; absent for boards.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub runner: Option<RunnerRelease>,
+
     /// The order for machines to be kept warm, from before it is sent until its machines are on record: the next leader
     /// repeats it and gets the same machines.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fleet: Option<Box<LaunchOrder>>,
 
     /// `Ready` says whether the pool can serve claims, and why not. `ClockSkew` is True while the operator's clock or that
-    /// of an EC2 machine differs by more than 30 s.
+    /// of an EC2 machine differs by more than 30 s. `RunnerOutdated` is True while the pool's `runnerVersion` is older than the
+    /// one that GitHub lists.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions_schema")]
     pub conditions: Vec<Condition>,
@@ -202,6 +207,24 @@ pub struct ClassTypes {
     /// How many types have its size and are among `defaults.allowedInstanceTypes`, whatever they cost. With none, nothing
     /// can be launched.
     pub instance_types: u32,
+}
+
+/// A release of GitHub's runner.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct RunnerRelease {
+    /// The version: `runnerVersion`, or the one that GitHub lists.
+    #[schemars(length(max = 32))]
+    pub version: String,
+    /// The version that GitHub lists.
+    #[schemars(length(max = 32))]
+    pub latest: String,
+    /// When a newer version was first seen; absent while the version is the newest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub newer_since: Option<Time>,
+    /// Until when GitHub takes the version, by its rule of 30 days after a newer one; it has refused some at once, and others late.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub deadline: Option<Time>,
 }
 
 /// A launch template and the version that the pool uses.

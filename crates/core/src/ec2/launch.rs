@@ -9,8 +9,8 @@ use sha2::{Digest, Sha256};
 use super::{pool_status::PoolProblem, requirements::Requirements};
 use crate::{
     api::{
-        BlockDevice, Ec2Pool, IncludedTypes, LaunchOrder, LaunchTemplate, OrderSubnet, PoolReason, TAG_CLAIM, TAG_CLUSTER,
-        TAG_INITIAL_RUN_ID, TAG_POOL, UsageClass,
+        BlockDevice, Ec2Pool, IncludedTypes, LaunchOrder, LaunchTemplate, OrderSubnet, PoolReason, TAG_CLAIM,
+        TAG_CLUSTER, TAG_INITIAL_RUN_ID, TAG_POOL, UsageClass,
     },
     names::PoolKey,
 };
@@ -232,7 +232,7 @@ mod tests {
         let wanted = Wanted {
             client_token: "t".into(),
             attempt: 1,
-            template: &LaunchTemplate { id: "lt-1".into(), version: 2, digest: None },
+            template: &LaunchTemplate { id: "lt-1".into(), version: 2, ..LaunchTemplate::default() },
             count: 3,
             usage_class: UsageClass::Spot,
             subnets: vec![OrderSubnet { id: "subnet-1".into(), zone: "a".into() }],

@@ -18,6 +18,7 @@ pub mod pool_status;
 pub mod requirements;
 pub mod rerun;
 pub mod reuse_scope;
+pub mod runner_release;
 pub mod upkeep;
 pub mod user_data;
 pub mod waiting_line;

@@ -5,9 +5,12 @@ use std::collections::HashSet;
 use jiff::Timestamp;
 use paddock_record::State;
 
-use super::{drift::is_outdated, machine::Machine, worker_status::counts};
+use super::{drift::is_outdated, machine::Machine, runner_release, worker_status::counts};
 use crate::{
-    api::{CLOCK_SKEW, PoolKind, PoolReason, RunnerPool, RunnerPoolStatus, condition, ready_condition, set_condition},
+    api::{
+        CLOCK_SKEW, PoolKind, PoolReason, RUNNER_OUTDATED, RunnerPool, RunnerPoolStatus, condition, ready_condition,
+        set_condition,
+    },
     clock_skew::{self, Skews},
 };
 
@@ -38,14 +41,19 @@ pub fn status(
     status.outdated = machines.iter().filter(|machine| is_outdated(&machine.record, template)).count() as u32;
     let generation = pool.metadata.generation;
     set_condition(&mut status.conditions, ready_condition(ready, reason, message, generation, now));
-    let clocks = match clock_skew::message(skews) {
-        Some(message) => Some((true, "ClocksDiffer", message)),
-        // Absent unless there was a skew.
-        None if status.conditions.iter().all(|known| known.type_ != CLOCK_SKEW) => None,
-        None => Some((false, "ClocksAgree", "no clock differs much any more".to_owned())),
-    };
-    if let Some((differ, reason, message)) = clocks {
-        set_condition(&mut status.conditions, condition(CLOCK_SKEW, differ, reason, message, generation, now));
+    let outdated = status.runner.as_ref().and_then(runner_release::outdated_message);
+    for (type_, bad, (reason, good, message)) in [
+        (CLOCK_SKEW, clock_skew::message(skews), ("ClocksDiffer", "ClocksAgree", "no clock differs much any more")),
+        (RUNNER_OUTDATED, outdated, ("NewerRunner", "NewestRunner", "the runner is the one that GitHub lists")),
+    ] {
+        // Absent unless it was bad before.
+        let known = status.conditions.iter().any(|known| known.type_ == type_);
+        let shown = match bad {
+            Some(message) => condition(type_, true, reason, message, generation, now),
+            None if known => condition(type_, false, good, message, generation, now),
+            None => continue,
+        };
+        set_condition(&mut status.conditions, shown);
     }
     status
 }
@@ -67,10 +75,11 @@ pub fn deletion_waits_for(machines: &[Machine]) -> Option<PoolProblem> {
 #[cfg(test)]
 mod tests {
     use jiff::SignedDuration;
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
     use super::*;
     use crate::{
-        api::READY,
+        api::{READY, RunnerRelease},
         clock_skew::SkewedClock,
         fixtures::ec2::{at, ready_pool, record, tracked},
     };
@@ -110,6 +119,24 @@ mod tests {
         let (state, message) = skew_after(ahead).unwrap();
         assert!(state == "True" && message.contains("i-1 is 300 s ahead"), "{state} {message}");
         assert_eq!(skew_after(Skews::new()).unwrap().0, "False");
+    }
+
+    #[test]
+    fn a_pool_says_until_when_github_takes_its_runner_and_when_it_is_the_newest() {
+        let mut pool = ready_pool();
+        let mut outdated_with = |newer_since: Option<Timestamp>| {
+            let newer_since = newer_since.map(Time);
+            let release =
+                RunnerRelease { newer_since: newer_since.clone(), deadline: newer_since, ..Default::default() };
+            let status = RunnerPoolStatus { runner: Some(release), ..initial(&pool) };
+            let status = super::status(&pool, status, &[], None, &Skews::new(), at(0));
+            pool.status = Some(status.clone());
+            let found = status.conditions.into_iter().find(|condition| condition.type_ == RUNNER_OUTDATED);
+            found.map(|condition| condition.status)
+        };
+        assert_eq!(outdated_with(None), None);
+        assert_eq!(outdated_with(Some(at(0))).as_deref(), Some("True"));
+        assert_eq!(outdated_with(None).as_deref(), Some("False"));
     }
 
     #[test]

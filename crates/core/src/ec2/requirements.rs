@@ -3,7 +3,7 @@
 use paddock_record::{IdleMessage, Instance};
 
 use super::reuse_scope;
-use crate::api::{Ec2Pool, ResourceClass, RunnerClaimSpec, UsageClass};
+use crate::api::{Ec2Pool, LaunchOrder, ResourceClass, RunnerClaimSpec, UsageClass};
 
 /// What a claim asks of a machine, the pool's defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,6 +45,18 @@ impl Requirements {
             cpu: class.cpu,
             memory_mib: class.memory_mib,
             allowed_instance_types: pool.defaults.allowed_instance_types.clone(),
+            scope: String::new(),
+        }
+    }
+
+    /// Of the machines of an order, for any claim.
+    pub fn of_order(order: &LaunchOrder) -> Self {
+        Self {
+            usage_class: order.usage_class,
+            resource_class: order.resource_class.clone(),
+            cpu: order.cpu,
+            memory_mib: order.memory_mib,
+            allowed_instance_types: order.allowed_instance_types.clone(),
             scope: String::new(),
         }
     }

@@ -112,6 +112,7 @@ exec "$home/paddock-agent" --config "$state/config.json" >>"$log" 2>&1
 #[cfg(test)]
 mod tests {
     use std::{
+        collections::BTreeMap,
         fs,
         net::TcpListener,
         os::unix::fs::PermissionsExt,
@@ -121,6 +122,7 @@ mod tests {
     };
 
     use paddock_bed_process::write_program;
+    use paddock_record::RunnerArchive;
     use proptest::prelude::*;
     use sha2::{Digest, Sha256};
 
@@ -205,7 +207,7 @@ mod tests {
 
         #[test]
         fn the_values_of_a_pool_arrive_unchanged_and_are_never_run(
-            texts in proptest::collection::vec(hostile(), 7),
+            texts in proptest::collection::vec(hostile(), 11),
             tail in "[!-~]{0,40}",
             numbers in any::<[u64; 3]>(),
         ) {
@@ -217,6 +219,11 @@ mod tests {
                 pre_runner_script: texts[4].clone(),
                 scrub_script: Some(texts[5].clone()),
                 runner_version: Some(texts[6].clone()),
+                runner_archives: BTreeMap::from([(
+                    texts[7].clone(),
+                    RunnerArchive { url: texts[8].clone(), sha256: Some(texts[9].clone()) },
+                )]),
+                listed_runner_version: Some(texts[10].clone()),
                 created_lifetime_seconds: numbers[0],
                 heartbeat_seconds: numbers[1],
                 poll_milliseconds: numbers[2],

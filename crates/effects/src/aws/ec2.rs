@@ -8,9 +8,7 @@ use std::{
 
 use aws_sdk_ec2::{
     Client,
-    types::{
-        Filter, InstanceStateName, ResourceType, Tag, TagSpecification,
-    },
+    types::{Filter, InstanceStateName, ResourceType, Tag, TagSpecification},
 };
 use paddock_core::{
     api::{Ec2Pool, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
@@ -23,7 +21,6 @@ use super::{
     instance_types::{Size, Sizes, TypeCounts},
     word,
 };
-use crate::lock;
 
 /// The state reason of a spot instance that EC2 reclaimed.
 const SPOT_RECLAIMED: &str = "Server.SpotInstanceTermination";
@@ -191,7 +188,3 @@ pub(super) fn tags(resource: ResourceType, tags: &[(String, String)]) -> TagSpec
 pub(super) fn tag_list(tags: &[(String, String)]) -> Vec<Tag> {
     tags.iter().map(|(name, value)| Tag::builder().key(name).value(value).build()).collect()
 }
-
-#[cfg(test)]
-#[path = "ec2_tests.rs"]
-mod tests;

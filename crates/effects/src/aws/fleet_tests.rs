@@ -34,7 +34,7 @@ fn order(needs: &Requirements) -> LaunchOrder {
     let wanted = Wanted {
         client_token: "token".into(),
         attempt: 1,
-        template: &LaunchTemplate { id: "lt-1".into(), version: 2, digest: None },
+        template: &LaunchTemplate { id: "lt-1".into(), version: 2, ..LaunchTemplate::default() },
         count: 3,
         usage_class: needs.usage_class,
         subnets: vec![subnet("subnet-1", "zone-a"), subnet("subnet-2", "zone-b")],

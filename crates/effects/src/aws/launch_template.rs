@@ -187,3 +187,7 @@ fn mappings(devices: &[BlockDevice]) -> Option<Vec<LaunchTemplateBlockDeviceMapp
     };
     (!devices.is_empty()).then(|| devices.iter().map(mapping).collect())
 }
+
+#[cfg(test)]
+#[path = "launch_template_tests.rs"]
+mod tests;

@@ -4,12 +4,12 @@ use std::{sync::Arc, time::Duration};
 
 use futures::FutureExt;
 use http::Method;
-use paddock_core::demand::quota::Scope;
+use paddock_core::{demand::quota::Scope, ec2::runner_release::RunnerApplication};
 use secrecy::SecretString;
 use serde::{Deserialize, de::IgnoredAny};
 use serde_json::json;
 
-use super::{credentials::Credentials, error::GitHubError, session::Sessions};
+use super::{credentials::Credentials, error::GitHubError, runner_list::CACHED_LISTS, session::Sessions};
 use crate::{cache::ExpiringCache, fence::Fence};
 
 /// The only runner group of a repository.
@@ -55,6 +55,8 @@ pub struct GitHub {
     html_url: String,
     pub(super) sessions: Arc<Sessions>,
     groups: Arc<ExpiringCache<GroupKey, i64>>,
+    /// By credential and scope.
+    pub(super) runner_lists: Arc<ExpiringCache<(String, String), Arc<[RunnerApplication]>>>,
 }
 
 /// The credential, organisation and name of a runner group.
@@ -71,7 +73,12 @@ struct RunnerPage {
 impl GitHub {
     pub fn new(api_url: &str, fence: Fence) -> Self {
         let sessions = Arc::new(Sessions::new(api_url.to_owned(), fence));
-        Self { html_url: html_url(api_url), sessions, groups: Arc::new(ExpiringCache::new(CACHED_GROUPS)) }
+        Self {
+            html_url: html_url(api_url),
+            sessions,
+            groups: Arc::new(ExpiringCache::new(CACHED_GROUPS)),
+            runner_lists: Arc::new(ExpiringCache::new(CACHED_LISTS)),
+        }
     }
 
     /// The web address of GitHub, as in a runner's `config.sh --url`.

@@ -365,3 +365,33 @@ async fn failed_jobs_of_a_completed_run_run_again_and_githubs_refusals_are_told(
     assert_eq!(rerun(None).await, Ok(()));
     assert_eq!(seen().await.attempt, 3);
 }
+
+#[tokio::test]
+async fn the_list_of_runners_is_read_once_in_a_while_and_kept_while_github_is_down() {
+    const DOWNLOADS: &str = "/orgs/{org}/actions/runners/downloads";
+    let stage = stage().await;
+    let list = async || stage.github.runner_list(&stage.app, &stage.scope).await;
+    let first = list().await.unwrap();
+    assert!(first.iter().any(|runner| runner.os == "linux" && runner.architecture == "arm64"), "{first:?}");
+    assert_eq!(list().await.unwrap(), first);
+    assert_eq!(stage.simulator.count("GET", DOWNLOADS), 1);
+
+    let key = (stage.app.fingerprint.clone(), stage.scope.to_string());
+    stage.github.runner_lists.expire(&key).await;
+    assert_eq!(list().await.unwrap(), first, "it has not changed");
+    assert_eq!(stage.simulator.count("GET", DOWNLOADS), 2);
+
+    stage.simulator.list_runner("acme", "9.0.0", false);
+    stage.github.runner_lists.expire(&key).await;
+    stage.fail(
+        "GET",
+        "/orgs/acme/actions/runners/downloads",
+        Effect::Status { status: 502, retry_after: None, reset_in: None },
+    );
+    assert_eq!(list().await.unwrap(), first, "the last one, while GitHub is down");
+    let newest = list().await.unwrap();
+    assert!(
+        newest.iter().all(|runner| runner.filename.contains("9.0.0") && runner.sha256_checksum.is_none()),
+        "{newest:?}"
+    );
+}

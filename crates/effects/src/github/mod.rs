@@ -8,6 +8,7 @@ pub mod error;
 mod etags;
 mod rate_limits;
 mod redirect;
+mod runner_list;
 mod runs;
 mod session;
 

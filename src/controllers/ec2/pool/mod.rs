@@ -11,8 +11,8 @@ use jiff::SignedDuration;
 use kube::runtime::{controller::Controller, events::EventType};
 use paddock_core::{
     api::{
-        CLOCK_SKEW, ClassTypes, Ec2Pool, FailureReason, Hardware, PoolReason, Queue, READY, RunnerPool,
-        RunnerPoolStatus,
+        CLOCK_SKEW, ClassTypes, Ec2Pool, FailureReason, Hardware, PoolReason, Queue, READY, RUNNER_OUTDATED,
+        RunnerPool, RunnerPoolStatus,
     },
     clock_skew::{SkewedClock, Skews},
     ec2::{
@@ -21,6 +21,7 @@ use paddock_core::{
         network::Network,
         pool_status::{self, PoolProblem},
         requirements::Requirements,
+        runner_release,
         user_data::user_data,
     },
     names::PoolKey,
@@ -120,7 +121,7 @@ fn measured(machines: &[Machine]) -> impl Iterator<Item = (SkewedClock, SignedDu
 
 /// Publishes an event when a condition of the pool changes.
 fn report_conditions(context: &Ec2Context, pool: &RunnerPool, new: &RunnerPoolStatus) {
-    for (type_, good) in [(READY, "True"), (CLOCK_SKEW, "False")] {
+    for (type_, good) in [(READY, "True"), (CLOCK_SKEW, "False"), (RUNNER_OUTDATED, "False")] {
         let of = |status: &RunnerPoolStatus| status.conditions.iter().find(|known| known.type_ == type_).cloned();
         let (before, Some(now)) = (pool.status.as_ref().and_then(of), of(new)) else { continue };
         if before.is_none_or(|before| (&before.reason, &before.message) != (&now.reason, &now.message)) {
@@ -159,10 +160,14 @@ async fn prepare(
         queues.push(Queue { resource_class: class.name.clone(), url });
     }
     new.queues = queues;
+    let runner = context.runner_choice(pool, ec2).await?;
+    new.runner = Some(runner_release::shown(new.runner.as_ref(), &runner, clock::now()));
     let config = AgentConfig {
         pre_runner_script: ec2.pre_runner_script.clone().unwrap_or_default(),
         scrub_script: ec2.reuse.scrub_script.clone(),
-        runner_version: Some(ec2.runner_version.clone()),
+        runner_version: Some(runner.version),
+        runner_archives: runner.archives,
+        listed_runner_version: Some(runner.listed),
         ..AgentConfig::new(cluster, &key.to_string(), ec2.lifetimes.created.into())
     };
     let script = user_data(&config, &ec2.agent.url, &ec2.agent.sha256, Network::of(ec2))

@@ -10,6 +10,7 @@ use paddock_core::{
         launch::{Wanted, client_token, tags},
         launch_error::{Kind, in_words, launch_problem, passing_problem},
         pool_status::PoolProblem,
+        requirements::Requirements,
         warm,
     },
     names::PoolKey,
@@ -63,7 +64,7 @@ pub(super) async fn keep_warm(
             (order, Some(room))
         }
     };
-    let (pool, queues, answered) = (pool.as_ref(), new.queues.clone(), CancellationToken::new());
+    let (pool, status, answered) = (pool.as_ref(), new.clone(), CancellationToken::new());
     let send = async {
         let outcome = send_order(context, pool, ec2, key, &order, new).await;
         answered.cancel();
@@ -72,7 +73,7 @@ pub(super) async fn keep_warm(
     // EC2 takes a while for a large order, and machines expire and return meanwhile.
     let upkeep = async {
         while answered.run_until_cancelled(tokio::time::sleep(UPKEEP_PERIOD)).await.is_some() {
-            if let Err((_, why)) = keep_up(context, pool, ec2, key, &queues).await {
+            if let Err((_, why)) = keep_up(context, pool, ec2, key, &status).await {
                 tracing::warn!(pool = %key, why, "upkeep failed while machines are launched");
             }
         }
@@ -173,7 +174,7 @@ async fn send_order(
     match problem {
         Some(problem) => Err(problem),
         None if outcome.launched.is_empty() => {
-            let subnets = context.pools.subnets(key, ec2);
+            let (needs, subnets) = (Requirements::of_order(order), context.pools.subnets(key, ec2));
             match context.capacity_memory().order(&needs, &subnets, false, now) {
                 // Other zones are asked next.
                 LaunchChoice::Ask { .. } => Ok(()),

@@ -5,9 +5,11 @@ use super::{super::ec2_stand_in::ec2, *};
 fn template(digest: &str) -> TemplateRequest {
     TemplateRequest {
         name: "paddock-t".into(),
-        ami_id: "ami-1".into(),
+        image: "ami-1".into(),
         instance_profile: "runner".into(),
         security_group_ids: Vec::new(),
+        block_devices: Vec::new(),
+        public_address: None,
         user_data: String::new(),
         tags: Vec::new(),
         digest: digest.into(),
