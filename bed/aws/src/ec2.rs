@@ -57,6 +57,8 @@ pub async fn perform(front: &Arc<Front>, action: &str, form: Form, quirk: Option
         }
         "DescribeLaunchTemplateVersions" => template_fields::describe_versions(front, form).await?,
         "DeleteLaunchTemplate" => templates::delete(front, form).await?,
+        // moto calls the root device of an image that was registered without one "standard".
+        "DescribeImages" => front.moto(&form).await?.replace(">standard</rootDeviceType>", ">ebs</rootDeviceType>"),
         "GetInstanceTypesFromInstanceRequirements" => preview(front, &form)?,
         "CreateTags" | "DeleteTags" => tag(front, form, action == "CreateTags").await?,
         _ => front.moto(&form).await?,

@@ -60,6 +60,9 @@ pub async fn perform(front: &Front, call: Call, quirk: Option<Effect>) -> Outcom
         "GetQueueAttributes" => queues::get_attributes(front, &call).await?,
         _ => front.forward(&call, call.body.clone()).await?,
     };
+    if answer.ok() && call.action.ends_with("Batch") {
+        answer = with_both_lists(&answer)?;
+    }
     if !answer.ok() {
         let kind = parse(&answer.body)?;
         let code = text(&kind, "__type").rsplit('#').next().unwrap_or_default();
@@ -68,6 +71,17 @@ pub async fn perform(front: &Front, call: Call, quirk: Option<Effect>) -> Outcom
         }
     }
     Ok(answer)
+}
+
+/// SQS answers a batch with what succeeded and what failed; ElasticMQ leaves out an empty list.
+fn with_both_lists(answer: &Answer) -> Outcome<Answer> {
+    let mut result = parse(&answer.body)?;
+    for list in ["Successful", "Failed"] {
+        if result[list].is_null() {
+            result[list] = json!([]);
+        }
+    }
+    Ok(Answer::json(&result))
 }
 
 /// The header with the error codes of SQS's older protocol, which SDKs rely on and ElasticMQ does not send.

@@ -254,6 +254,11 @@ pub async fn requirements_are_previewed_in_pages(aws: &Aws) {
     assert!(!has("t3.medium") && !has("m6g.large"), "{seen:?}");
 }
 
+pub async fn image_has_its_root_on_ebs(aws: &Aws) {
+    let (_, text) = ec2(aws, "DescribeImages", &[("ImageId.1", aws.ami_id())]).await;
+    assert_eq!(texts(&text, "rootDeviceType"), ["ebs"], "{text}");
+}
+
 pub async fn an_ended_instance_says_why(aws: &Aws) {
     template(aws, "endings", "").await;
     let (_, text) = fleet(aws, "endings", 2, &[(&subnet(aws, 0).0, SMALL)], &[]).await;

@@ -37,14 +37,14 @@ fn main() -> ExitCode {
         queues: queue_urls_lead_to_the_front a_message_is_delivered_twice a_message_is_delivered_late
             a_message_is_delivered_after_its_deletion a_receive_is_falsely_empty a_receive_is_out_of_order
             deleting_twice_is_no_error queue_with_other_attributes_is_not_made_again
-            deleted_queue_is_not_made_again_for_a_minute;
+            deleted_queue_is_not_made_again_for_a_minute batch_is_answered_with_both_lists;
         fleet: requirements_become_the_cheapest_type burstable_types_can_be_had_when_asked_for
             same_token_same_fleet_even_at_once same_token_other_request_is_refused
             a_zone_without_capacity_sends_the_fleet_elsewhere a_fleet_is_fulfilled_in_part
             a_fleet_without_capacity_has_only_errors fleet_below_its_minimum_launches_nothing
             tags_come_from_template_and_fleet instances_are_described_in_pages
             fresh_instance_is_missing_for_a_while one_fleet_falls_short_and_others_do_not user_data_over_16_kib_is_refused
-            requirements_are_previewed_in_pages an_ended_instance_says_why boto3_reads_the_answer;
+            requirements_are_previewed_in_pages an_ended_instance_says_why image_has_its_root_on_ebs boto3_reads_the_answer;
         fleet_rules: fleet_has_one_subnet_of_a_zone fleet_has_at_most_four_requirements
             requirements_that_leave_no_type_are_refused price_protection_leaves_types_out
             answer_says_where_instances_are missing_spot_capacity_is_told_once

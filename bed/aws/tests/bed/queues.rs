@@ -10,8 +10,9 @@ use paddock_bed_aws::{
     Aws, Service,
     faults::{Effect, Rule},
 };
+use serde_json::{Value, json};
 
-use crate::support::{config, eventually};
+use crate::support::{config, eventually, http};
 
 /// A queue with these messages.
 async fn queue(aws: &Aws, name: &str, bodies: &[&str]) -> (Client, String) {
@@ -101,6 +102,17 @@ pub async fn deleting_twice_is_no_error(aws: &Aws) {
     let entry = entry.receipt_handle(message.receipt_handle().unwrap()).build().unwrap();
     let batch = client.delete_message_batch().queue_url(&url).entries(entry).send().await.unwrap();
     assert_eq!((batch.successful().len(), batch.failed().len()), (1, 0));
+}
+
+pub async fn batch_is_answered_with_both_lists(aws: &Aws) {
+    let (client, url) = queue(aws, "batches", &[]).await;
+    let entry = aws_sdk_sqs::types::SendMessageBatchRequestEntry::builder().id("a").message_body("one").build();
+    client.send_message_batch().queue_url(&url).entries(entry.unwrap()).send().await.unwrap();
+    let raw = json!({ "QueueUrl": url, "Entries": [{ "Id": "a", "MessageBody": "two" }] });
+    let send = http().post(aws.endpoint()).header("x-amz-target", "AmazonSQS.SendMessageBatch");
+    let send = send.header("content-type", "application/x-amz-json-1.0").body(raw.to_string());
+    let answer: Value = send.send().await.unwrap().json().await.unwrap();
+    assert_eq!((answer["Successful"].as_array().unwrap().len(), &answer["Failed"]), (1, &json!([])), "{answer}");
 }
 
 async fn create(client: &Client, name: &str, retention: Option<&str>) -> Result<String, CreateQueueError> {
