@@ -106,18 +106,17 @@ impl Machines {
         let kinds = launched.iter().map(|launched| launched.instance_type.clone()).collect();
         let sizes = self.sizes.of(&self.client, &kinds).await;
         launched.iter_mut().for_each(|launched| launched.size = sizes.get(&launched.instance_type).copied());
-        let causes = answer.errors.unwrap_or_default().into_iter().map(cause).collect();
+        let causes = answer.errors.unwrap_or_default().into_iter().map(|error| cause(error, order)).collect();
         Ok(FleetOutcome { fleet_id: answer.fleet_id.unwrap_or_default(), launched, causes })
     }
 }
 
-/// The instances of one type in one zone. An older service names the zone only by the order's subnet.
+/// The instances of one type in one zone.
 fn launched(group: CreateFleetInstance, order: &LaunchOrder) -> Vec<Launched> {
     let chosen = group.launch_template_and_overrides.and_then(|chosen| chosen.overrides);
     let (subnet, zone) = chosen.map_or((None, None), |chosen| (chosen.subnet_id, chosen.availability_zone));
-    let subnet = group.subnet_id.or(subnet);
-    let of_order = order.subnets.iter().find(|it| Some(&it.id) == subnet.as_ref()).map(|it| it.zone.clone());
-    let zone = group.availability_zone.or(zone).or(of_order).unwrap_or_default();
+    let zone = group.availability_zone.or(zone).or_else(|| zone_of(group.subnet_id.or(subnet), order));
+    let zone = zone.unwrap_or_default();
     let instance_type = group.instance_type.map(|kind| kind.as_str().to_owned()).unwrap_or_default();
     let ids = group.instance_ids.unwrap_or_default().into_iter();
     let launched = |id| Launched {
@@ -130,15 +129,21 @@ fn launched(group: CreateFleetInstance, order: &LaunchOrder) -> Vec<Launched> {
     ids.map(launched).collect()
 }
 
-fn cause(error: CreateFleetError) -> Cause {
+/// EC2 may name the subnet alone.
+fn zone_of(subnet: Option<String>, order: &LaunchOrder) -> Option<String> {
+    let named = order.subnets.iter().find(|known| Some(&known.id) == subnet.as_ref());
+    named.map(|known| known.zone.clone())
+}
+
+fn cause(error: CreateFleetError, order: &LaunchOrder) -> Cause {
     let chosen = error.launch_template_and_overrides.and_then(|chosen| chosen.overrides);
     let (subnet, zone, kind) =
         chosen.map_or((None, None, None), |chosen| (chosen.subnet_id, chosen.availability_zone, chosen.instance_type));
     Cause {
         code: error.error_code.unwrap_or_default(),
         message: without_encoded_details(&error.error_message.unwrap_or_default()).to_owned(),
+        zone: zone.or_else(|| zone_of(subnet.clone(), order)).unwrap_or_default(),
         subnet: subnet.unwrap_or_default(),
-        zone: zone.unwrap_or_default(),
         instance_type: kind.map(|kind| kind.as_str().to_owned()).unwrap_or_default(),
     }
 }

@@ -82,7 +82,7 @@ async fn a_fleet_is_all_that_the_order_says_and_is_waited_for() {
 }
 
 #[tokio::test]
-async fn a_machine_has_the_zone_of_its_subnet_where_ec2_names_none() {
+async fn machines_and_causes_have_the_zone_of_their_subnet_where_ec2_names_none() {
     let instance = |place: &str, id: &str| {
         format!("<item>{place}<instanceIds><item>{id}</item></instanceIds><instanceType>m5.large</instanceType></item>")
     };
@@ -94,11 +94,14 @@ async fn a_machine_has_the_zone_of_its_subnet_where_ec2_names_none() {
         instance(&overrides("<availabilityZone>zone-y</availabilityZone>"), "i-2"),
         instance(&overrides("<subnetId>subnet-2</subnetId>"), "i-3"),
     ];
-    let answer = format!("<fleetInstanceSet>{}</fleetInstanceSet>", places.concat());
+    let error = format!("<errorCode>UnfulfillableCapacity</errorCode>{}", overrides("<subnetId>subnet-1</subnetId>"));
+    let answer =
+        format!("<errorSet><item>{error}</item></errorSet><fleetInstanceSet>{}</fleetInstanceSet>", places.concat());
     let (machines, _) = ec2(move |_| fleet(&answer)).await;
     let outcome = machines.create_fleet(&order(&needs(UsageClass::OnDemand, &["*"]))).await.unwrap();
     let zones: Vec<_> = outcome.launched.iter().map(|it| (it.id.as_str(), it.zone.as_str())).collect();
     assert_eq!(zones, [("i-1", "zone-x"), ("i-2", "zone-y"), ("i-3", "zone-b")]);
+    assert_eq!((outcome.causes.len(), outcome.causes[0].zone.as_str()), (1, "zone-a"));
 }
 
 #[tokio::test]
