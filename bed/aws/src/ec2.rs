@@ -124,7 +124,7 @@ pub async fn launch(front: &Front, mut form: Form, invisible: Option<Duration>) 
         form.remove("ImageId");
         form = form.with("ImageId", front.parameters.image(&image)?);
     }
-    form = template.network.complete(form)?;
+    form = template_fields::tag_volumes(template.network.complete(form)?, &template.volume_tags);
     let facts = LaunchFacts {
         shutdown: if shutdown.as_deref() == Some("terminate") { Shutdown::Terminate } else { Shutdown::Stop },
         role,

@@ -1,5 +1,5 @@
-//! What a launch template may have that moto does not know or apply: an image that is looked up in SSM, and a network
-//! interface. Source: the service model of EC2 (botocore 1.44, `ec2/2016-11-15/service-2.json`).
+//! What a launch template may have that moto does not know or apply: an image that is looked up in SSM, a network interface,
+//! and tags of volumes. Source: the service model of EC2 (botocore 1.44, `ec2/2016-11-15/service-2.json`).
 
 use std::{collections::BTreeMap, sync::Mutex};
 
@@ -90,4 +90,24 @@ impl Network {
         let groups = groups.iter().zip(1..);
         Ok(groups.fold(form, |form, (group, index)| form.with(key(&format!("SecurityGroupId.{index}")), group)))
     }
+}
+
+/// The tags for volumes in `launchTemplateData`.
+pub fn volume_tags(data: Node<'_, '_>) -> Vec<(String, String)> {
+    let specifications = xml::items(data, "tagSpecificationSet").into_iter();
+    let of_volumes = specifications.filter(|item| xml::text(*item, &["resourceType"]) == Some("volume"));
+    of_volumes.flat_map(xml::tags).collect()
+}
+
+/// Adds tags for volumes to a `RunInstances`.
+pub fn tag_volumes(mut form: Form, tags: &[(String, String)]) -> Form {
+    let specification = format!("TagSpecification.{}", form.items("TagSpecification").len() + 1);
+    if !tags.is_empty() {
+        form = form.with(format!("{specification}.ResourceType"), "volume");
+    }
+    for ((key, value), index) in tags.iter().zip(1..) {
+        let tag = format!("{specification}.Tag.{index}");
+        form = form.with(format!("{tag}.Key"), key).with(format!("{tag}.Value"), value);
+    }
+    form
 }

@@ -12,7 +12,7 @@ use roxmltree::Document;
 use crate::{
     form::Form,
     front::{Failure, Front, Outcome},
-    template_fields::Network,
+    template_fields::{Network, volume_tags},
     xml,
 };
 
@@ -42,6 +42,7 @@ pub struct Template {
     pub user_data: Option<String>,
     pub metadata: Vec<(&'static str, String)>,
     pub network: Network,
+    pub volume_tags: Vec<(String, String)>,
 }
 
 impl Template {
@@ -76,6 +77,7 @@ impl Template {
             user_data: data(&["userData"]),
             metadata: metadata.into_iter().flatten().collect(),
             network: xml::child(item, "launchTemplateData").map(Network::read).unwrap_or_default(),
+            volume_tags: xml::child(item, "launchTemplateData").map(volume_tags).unwrap_or_default(),
         })
     }
 }
