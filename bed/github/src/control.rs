@@ -60,6 +60,26 @@ impl Control {
         self.hub.change(|_, _| ());
     }
 
+    /// Whether runners that register from now on delete themselves at GitHub by their number, as most do.
+    pub fn set_admin_flow(&self, admin_flow: bool) {
+        self.hub.change(|world, _| world.admin_flow = admin_flow);
+    }
+
+    /// Gives no messages to runners of this version from now on.
+    pub fn refuse_version(&self, version: &str) {
+        self.hub.change(|world, _| world.refused_versions.push(version.to_owned()));
+    }
+
+    /// Deletes a runner, as an admin would.
+    pub fn delete_runner(&self, name: &str) {
+        self.hub.change(|world, _| world.runners.retain(|_, runner| runner.name != name));
+    }
+
+    /// Takes that back.
+    pub fn accept_version(&self, version: &str) {
+        self.hub.change(|world, _| world.refused_versions.retain(|refused| refused != version));
+    }
+
     pub fn organization(&self, login: &str) -> Owner {
         self.hub.change(|world, _| world.ensure_owner(login, OwnerKind::Organization))
     }

@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 
 use axum::{
     Json, Router,
-    extract::{FromRequestParts, Path, State},
+    extract::{FromRequestParts, Path, Query, State},
     http::{StatusCode, request::Parts},
     middleware::from_fn_with_state,
     response::{IntoResponse, Response},
@@ -114,7 +114,8 @@ async fn register(State(hub): State<Arc<Hub>>, Json(asked): Json<Registration>) 
             }
         }
         world.runners.insert(runner.id, runner.clone());
-        let files: Files = files::of(&world.html, &runner, &world.group_name(&runner), &asked.work_folder);
+        let (group, admin_flow) = (world.group_name(&runner), world.admin_flow);
+        let files: Files = files::of(&world.html, &runner, &group, &asked.work_folder, admin_flow);
         Ok(Json(files).into_response())
     })
 }
@@ -138,8 +139,9 @@ async fn remove(State(hub): State<Arc<Hub>>, Json(asked): Json<Removal>) -> Repl
                 world.runners.remove(&asked.runner);
                 Ok(StatusCode::NO_CONTENT.into_response())
             }
-            (None, _) => Ok(StatusCode::NO_CONTENT.into_response()),
-            _ => Err((StatusCode::NOT_FOUND, "Not Found".into())),
+            (None, _) => Err((StatusCode::GONE, "{\"message\":\"Not Found\"}".into())),
+            // What GitHub answers to a token that it does not know was not measured.
+            _ => Err((StatusCode::UNAUTHORIZED, "{\"message\":\"Bad credentials\"}".into())),
         }
     })
 }
@@ -214,7 +216,20 @@ impl Drop for Presence {
     }
 }
 
-async fn message(State(hub): State<Arc<Hub>>, Me(me): Me) -> Reply {
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Poll {
+    runner_version: Option<String>,
+}
+
+async fn message(State(hub): State<Arc<Hub>>, Me(me): Me, Query(poll): Query<Poll>) -> Reply {
+    let version = poll.runner_version.unwrap_or_default();
+    if hub.read(|world, _| world.refused_versions.contains(&version)) {
+        return Err((
+            StatusCode::FORBIDDEN,
+            format!("Runner version v{version} is deprecated and cannot receive messages."),
+        ));
+    }
     let _presence = Presence::new(&hub, me);
     let assigned = hub.until(|world, _| match world.runners.get(&me) {
         None => Some(Err((StatusCode::GONE, "The runner registration has been deleted from the server".to_owned()))),

@@ -52,6 +52,10 @@ pub struct World {
     pub runners: BTreeMap<u64, Runner>,
     pub jobs: BTreeMap<u64, Job>,
     pub runs: BTreeMap<u64, Run>,
+    /// Whether runners that register from now on delete themselves at GitHub by their number.
+    pub admin_flow: bool,
+    /// Versions of the runner that get no messages any more.
+    pub refused_versions: Vec<String>,
     pub hooks: Vec<Hook>,
     pub hook_faults: Vec<HookFault>,
     pub deliveries: Vec<Delivery>,
@@ -84,6 +88,8 @@ impl World {
             runners: BTreeMap::new(),
             jobs: BTreeMap::new(),
             runs: BTreeMap::new(),
+            admin_flow: true,
+            refused_versions: vec![],
             hooks: vec![],
             hook_faults: vec![],
             deliveries: vec![],

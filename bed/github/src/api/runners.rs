@@ -94,7 +94,7 @@ pub async fn jit_config(State(hub): State<Arc<Hub>>, at: At, Body(request): Body
         runner.labels = request.labels;
         world.runners.insert(runner.id, runner.clone());
         let work_folder = request.work_folder.as_deref().unwrap_or("_work");
-        let files: Files = files::of(&world.html, &runner, &world.group_name(&runner), work_folder);
+        let files: Files = files::of(&world.html, &runner, &world.group_name(&runner), work_folder, world.admin_flow);
         let config = STANDARD.encode(json!(files::encoded(&files)).to_string());
         created(json!({"runner": world.runner_json(&runner, now), "encoded_jit_config": config}))
     })

@@ -9,7 +9,7 @@ use crate::protocol::{Registration, Removal};
 
 pub async fn configure(options: &Options<'_>) -> Outcome {
     let dir = Path::new(".");
-    if dir.join(".runner").exists() {
+    if files::is_configured(dir) {
         return Err("Cannot configure the runner because it is already configured. To reconfigure the runner, run \
                     'config.cmd remove' or './config.sh remove' first."
             .into());
@@ -42,9 +42,10 @@ pub async fn configure(options: &Options<'_>) -> Outcome {
             return Err(format!(
                 "Http response code: NotFound from 'POST {server}/api/v3/actions/runner-registration'\n\
                  Response status code does not indicate success: 404 (Not Found)."
-            ));
+            )
+            .into());
         }
-        _ => return Err(answer.text().await.unwrap_or_default()),
+        _ => return Err(answer.text().await.unwrap_or_default().into()),
     }
     println!("√ Runner successfully added\n√ Runner connection is good");
     let mut registered: files::Files = answer.json().await.map_err(|error| error.to_string())?;
@@ -59,15 +60,32 @@ pub async fn configure(options: &Options<'_>) -> Outcome {
 pub async fn remove(options: &Options<'_>) -> Outcome {
     let dir = Path::new(".");
     if let Ok(files) = files::read(dir) {
-        let removal = Removal { runner: files.settings.agent_id, token: options.required("token")? };
-        let url = format!("{}/_runner/remove", files.settings.server_url);
+        let (settings, token) = (files.settings, options.required("token")?);
+        let removal = Removal { runner: settings.agent_id, token };
+        let url = format!("{}/_runner/remove", settings.server_url);
         let answer = reqwest::Client::new().post(url).json(&removal).send().await;
         let answer = answer.map_err(|error| format!("Failed: Removing runner from the server\n{error}"))?;
-        if !answer.status().is_success() {
-            let (status, text) = (answer.status(), answer.text().await.unwrap_or_default());
-            return Err(format!(
-                "Failed: Removing runner from the server\n{text}\nResponse status code does not indicate success: {status}."
-            ));
+        match answer.status() {
+            status if status.is_success() => {}
+            // Only without the admin flow it asks for the runner first (`ConfigurationManager.cs`, UnconfigureAsync).
+            StatusCode::GONE if !settings.use_runner_admin_flow => {
+                println!("Does not exist. Skipping Removing runner from the server");
+            }
+            status => {
+                // `RunnerDotcomServer.cs` prints status and body, then the exception ends the command.
+                let status = if status == StatusCode::GONE { StatusCode::NOT_FOUND } else { status };
+                let (text, reason) = (answer.text().await.unwrap_or_default(), status.canonical_reason().unwrap_or(""));
+                let (code, api) = (reason.replace(' ', ""), format!("{}/api/v3", settings.server_url));
+                let (_, path) = split(&settings.git_hub_url).unwrap_or_default();
+                let scope = if path.contains('/') { "repos" } else { "orgs" };
+                let url = format!("{api}/{scope}/{path}/actions/runners/{}", settings.agent_id);
+                return Err(format!(
+                    "Http response code: {code} from 'Delete {url}' (Request Id: 0)\n{text}\nFailed: Removing runner from \
+                     the server\nResponse status code does not indicate success: {} ({reason}).",
+                    status.as_u16()
+                )
+                .into());
+            }
         }
         println!("√ Runner removed successfully");
     } else {

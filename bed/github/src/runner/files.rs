@@ -17,6 +17,9 @@ pub struct Settings {
     pub pool_name: String,
     pub ephemeral: bool,
     pub server_url: String,
+    /// Whether the runner deletes itself at GitHub by its number, as GitHub tells it when it registers.
+    #[serde(default)]
+    pub use_runner_admin_flow: bool,
     pub git_hub_url: String,
     pub work_folder: String,
 }
@@ -41,7 +44,7 @@ pub struct Files {
     pub credentials: Credentials,
 }
 
-pub fn of(server: &str, runner: &Runner, group: &str, work_folder: &str) -> Files {
+pub fn of(server: &str, runner: &Runner, group: &str, work_folder: &str, admin_flow: bool) -> Files {
     let path = match &runner.scope {
         Scope::Organization(owner) => owner.clone(),
         Scope::Repository(owner, name) => format!("{owner}/{name}"),
@@ -54,6 +57,7 @@ pub fn of(server: &str, runner: &Runner, group: &str, work_folder: &str) -> File
             pool_name: group.to_owned(),
             ephemeral: runner.ephemeral,
             server_url: server.to_owned(),
+            use_runner_admin_flow: admin_flow,
             git_hub_url: format!("{server}/{path}"),
             work_folder: work_folder.to_owned(),
         },
@@ -89,18 +93,27 @@ pub fn write(dir: &Path, files: &Files) -> io::Result<()> {
     fs::write(dir.join(".credentials"), serde_json::to_vec_pretty(&files.credentials)?)
 }
 
+/// `ConfigurationStore.cs`: the file of the newer service is enough.
+pub fn is_configured(dir: &Path) -> bool {
+    [".runner", ".runner_migrated"].iter().any(|name| dir.join(name).exists())
+}
+
 pub fn read(dir: &Path) -> io::Result<Files> {
+    // `Runner.cs` tries the settings of the newer service first.
+    let one_of = |names: [&str; 2]| fs::read(dir.join(names[0])).or_else(|_| fs::read(dir.join(names[1])));
     Ok(Files {
-        settings: serde_json::from_slice(&fs::read(dir.join(".runner"))?)?,
-        credentials: serde_json::from_slice(&fs::read(dir.join(".credentials"))?)?,
+        settings: serde_json::from_slice(&one_of([".runner_migrated", ".runner"])?)?,
+        credentials: serde_json::from_slice(&one_of([".credentials_migrated", ".credentials"])?)?,
     })
 }
 
+/// `ConfigurationManager.cs`, DeleteLocalRunnerConfig.
 pub fn remove(dir: &Path) {
     for name in [".credentials", ".runner"] {
-        match fs::remove_file(dir.join(name)) {
-            Ok(()) => println!("√ Removed {name}"),
-            Err(_) => println!("Does not exist. Skipping Removing {name}"),
+        let found = [name.to_owned(), format!("{name}_migrated")].map(|name| fs::remove_file(dir.join(name)).is_ok());
+        match found.contains(&true) {
+            true => println!("√ Removed {name}"),
+            false => println!("Does not exist. Skipping Removing {name}"),
         }
     }
 }

@@ -28,6 +28,7 @@ pub async fn run(job: &Assignment, settings: &Settings) -> Conclusion {
     let child = shell
         .args(["-e", "-c", script])
         .current_dir(&settings.work_folder)
+        .envs(variables())
         .env("CI", "true")
         .env("GITHUB_ACTIONS", "true")
         .env("GITHUB_JOB", &job.name)
@@ -51,6 +52,13 @@ pub async fn run(job: &Assignment, settings: &Settings) -> Conclusion {
         Ok(status) if status.success() => Conclusion::Success,
         _ => Conclusion::Failure,
     }
+}
+
+/// What the listener has loaded from `.env` at its start (`Program.cs`, LoadAndSetEnv).
+fn variables() -> Vec<(String, String)> {
+    let text = fs::read_to_string(".env").unwrap_or_default();
+    let pairs = text.lines().filter_map(|line| line.split_once('='));
+    pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
 /// Kills the job's process group on drop: as with the real runner, no process outlives its job.

@@ -5,7 +5,7 @@ use std::{path::Path, time::Duration};
 use reqwest::{Client, Method, RequestBuilder, Response, StatusCode};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-use super::{Outcome, VERSION, files, job};
+use super::{Failure, Outcome, files, job, version};
 use crate::{
     Conclusion,
     protocol::{Assignment, Ending},
@@ -21,12 +21,20 @@ const DELETED: &str = "Failed to create a session. The runner registration has b
     re-configure. Runner registrations are automatically deleted for runners that have not connected to the service \
     recently.";
 
+/// What a runner says that is deleted while it listens, before it deletes its registration and ends well (`Runner.cs`, since
+/// 2.336.0).
+const GONE: &str = "The runner no longer exists on the server. Cleaning up local configuration.";
+
+/// The exit status for a refused version, if the caller asks for it (`Program.cs`).
+const STATUS_REFUSED: u8 = 7;
+
 pub async fn run_configured() -> Outcome {
     let dir = Path::new(".");
-    let files = files::read(dir).map_err(|_| "Not configured. Run config.(sh/cmd) to configure the runner.")?;
+    let files = files::read(dir)
+        .map_err(|_| "An error occurred: Not configured. Run config.(sh/cmd) to configure the runner.")?;
     let ephemeral = files.settings.ephemeral;
     let ended = Listener::new(files)?.run().await?;
-    if ephemeral && ended == Ended::JobDone {
+    if ended == Ended::Deleted || ephemeral && ended == Ended::JobDone {
         files::remove(dir);
     }
     Ok(())
@@ -41,6 +49,8 @@ pub async fn run_jit(config: &str) -> Outcome {
 enum Ended {
     /// An ephemeral runner has run its job.
     JobDone,
+    /// GitHub does not have the runner any more.
+    Deleted,
     Stopped,
 }
 
@@ -75,20 +85,22 @@ fn log(text: &str) {
 }
 
 impl Listener {
-    fn new(files: files::Files) -> Result<Self, String> {
+    fn new(files: files::Files) -> Outcome<Self> {
         let on = |kind| signal(kind).map_err(|error| error.to_string());
         let stop = Stop { interrupt: on(SignalKind::interrupt())?, terminate: on(SignalKind::terminate())? };
         Ok(Self { link: Link { http: Client::new(), files }, stop })
     }
 
-    async fn run(mut self) -> Result<Ended, String> {
+    async fn run(mut self) -> Outcome<Ended> {
         if !self.connect().await? {
             return Ok(Ended::Stopped);
         }
-        println!("\n√ Connected to GitHub\n\nCurrent runner version: '{VERSION}'");
+        println!("\n√ Connected to GitHub\n\nCurrent runner version: '{}'", version());
+        // Before the first poll, which alone can tell of a refusal (`Runner.cs`).
         log("Listening for Jobs");
+        let path = format!("/message?runnerVersion={}", version());
         loop {
-            let poll = persistent(|| self.link.request(Method::GET, "/message"));
+            let poll = persistent(|| self.link.request(Method::GET, &path));
             let answer = tokio::select! {
                 answer = poll => answer,
                 () = self.stop.asked() => {
@@ -109,9 +121,22 @@ impl Listener {
                         self.link.leave().await;
                         return Ok(Ended::Stopped);
                     }
-                    log("Listening for Jobs");
                 }
-                StatusCode::GONE => return Err(DELETED.into()),
+                StatusCode::GONE => {
+                    eprintln!("{GONE}");
+                    return Ok(Ended::Deleted);
+                }
+                // `BrokerHttpClient.cs` and `Program.cs`. Seen for refusals of any kind, not only of the version.
+                StatusCode::FORBIDDEN => {
+                    let wanted = std::env::var("ACTIONS_RUNNER_RETURN_VERSION_DEPRECATED_EXIT_CODE");
+                    let status = if wanted.is_ok_and(|wanted| wanted == "1") { STATUS_REFUSED } else { 1 };
+                    let message = format!(
+                        "An error occurred: Runner version v{} is deprecated and cannot receive messages.",
+                        version()
+                    );
+                    self.link.leave().await;
+                    return Err(Failure { status, message });
+                }
                 // The server considered this runner offline and dropped its session.
                 StatusCode::CONFLICT if !self.connect().await? => return Ok(Ended::Stopped),
                 _ => {}
@@ -120,7 +145,7 @@ impl Listener {
     }
 
     /// Opens the session, waiting for another session of this runner to end; returns false if asked to stop meanwhile.
-    async fn connect(&mut self) -> Result<bool, String> {
+    async fn connect(&mut self) -> Outcome<bool> {
         let mut logged = false;
         loop {
             let attempt = persistent(|| self.link.request(Method::POST, "/session"));
@@ -191,14 +216,15 @@ impl Link {
     }
 }
 
-/// Retries until the server gives a definite answer: success, gone, or a conflict.
+/// Retries until the server gives a definite answer: success, gone, a conflict, or the refusal of a poll.
 async fn persistent(request: impl Fn() -> RequestBuilder) -> Response {
     let mut lost = false;
     loop {
         match request().send().await {
             Ok(answer)
                 if answer.status().is_success()
-                    || [StatusCode::GONE, StatusCode::CONFLICT].contains(&answer.status()) =>
+                    || [StatusCode::GONE, StatusCode::CONFLICT].contains(&answer.status())
+                    || answer.status() == StatusCode::FORBIDDEN && answer.url().path().ends_with("/message") =>
             {
                 if lost {
                     log("Runner reconnected.");

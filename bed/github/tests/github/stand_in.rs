@@ -102,7 +102,7 @@ async fn a_machine_registers_runs_jobs_and_is_removed() {
     let job = bed.github.until_job(job.id, DEADLINE, |job| job.status == Status::Completed).await.unwrap();
     assert_eq!(job.conclusion, Some(Conclusion::Failure));
 
-    runner.signal(Signal::SIGTERM).unwrap();
+    runner.signal(Signal::SIGINT).unwrap();
     assert!(exited(&mut runner).await);
     assert!(!bed.github.is_online("i-123"));
     let log = fs::read_to_string(runner.log()).unwrap();
@@ -154,12 +154,106 @@ async fn registration_needs_a_fresh_token_and_a_free_name() {
     assert!(text(&group).contains("Could not find any self-hosted runner group named \"none\""));
 
     let deleted = output(script(dir.path(), "run.sh", &[])).await;
-    assert!(
-        !deleted.status.success() && text(&deleted).contains("registration has been deleted"),
-        "{}",
-        text(&deleted)
-    );
+    let said = text(&deleted);
+    assert!(said.contains("registration has been deleted") && said.contains("exit with terminated error"), "{said}");
+    assert!(deleted.status.success(), "run.sh tells only a refused version by its exit status");
     bed.finish().await;
+}
+
+async fn delete(bed: &Bed, name: &str) {
+    let id = bed.github.runner(name).unwrap().id;
+    assert_eq!(bed.delete(&format!("/orgs/acme/actions/runners/{id}")).await.status, 204);
+}
+
+/// A runner that listens.
+async fn listening(bed: &Bed, dir: &Path, name: &str) -> Process {
+    assert!(configure(bed, dir, &["--name", name, "--labels", "x"]).await.status.success());
+    let runner = Process::spawn("runner", script(dir, "run.sh", &[]), dir).unwrap();
+    bed.github.until_online(name, true, DEADLINE).await.unwrap();
+    runner
+}
+
+#[tokio::test]
+async fn a_refused_version_is_told_by_the_first_poll_and_by_the_exit_status_if_asked_for() {
+    let bed = Bed::start().await;
+    bed.github.refuse_version("2.100.0");
+    for (name, wanted, status) in [("i-1", "", 0), ("i-2", "1", 7)] {
+        let dir = machine();
+        fs::write(dir.path().join("actions-runner/.version"), "2.100.0\n").unwrap();
+        assert!(configure(&bed, dir.path(), &["--name", name, "--labels", "x"]).await.status.success());
+        let mut run = script(dir.path(), "run.sh", &[]);
+        run.env("ACTIONS_RUNNER_RETURN_VERSION_DEPRECATED_EXIT_CODE", wanted);
+        let ended = output(run).await;
+        assert_eq!(ended.status.code(), Some(status), "{}", text(&ended));
+        assert!(String::from_utf8_lossy(&ended.stdout).contains("Listening for Jobs"), "{}", text(&ended));
+        let stderr = String::from_utf8_lossy(&ended.stderr).into_owned();
+        assert!(stderr.contains("Runner version v2.100.0 is deprecated and cannot receive messages."), "{stderr}");
+        assert!(dir.path().join("actions-runner/.runner").exists() && bed.github.runner(name).is_some());
+    }
+    bed.finish().await;
+}
+
+#[tokio::test]
+async fn a_runner_that_is_deleted_while_it_listens_removes_its_configuration_and_ends_well() {
+    let bed = Bed::start().await;
+    let dir = machine();
+    let mut runner = listening(&bed, dir.path(), "i-1").await;
+    delete(&bed, "i-1").await;
+    assert!(exited(&mut runner).await);
+    let log = fs::read_to_string(runner.log()).unwrap();
+    assert!(log.contains("The runner no longer exists on the server") && log.contains("√ Removed .runner"), "{log}");
+    assert!(!dir.path().join("actions-runner/.runner").exists());
+    bed.finish().await;
+}
+
+#[tokio::test]
+async fn the_removal_of_a_runner_that_is_gone_fails_in_the_admin_flow_only() {
+    let bed = Bed::start().await;
+    for (admin_flow, name) in [(true, "i-1"), (false, "i-2")] {
+        bed.github.set_admin_flow(admin_flow);
+        let dir = machine();
+        assert!(configure(&bed, dir.path(), &["--name", name, "--labels", "x"]).await.status.success());
+        delete(&bed, name).await;
+        let token = token(&bed, "remove-token").await;
+        let removed = output(script(dir.path(), "config.sh", &["remove", "--token", &token])).await;
+        let said = text(&removed);
+        assert_eq!(removed.status.code(), Some(i32::from(admin_flow)), "{said}");
+        assert_eq!(dir.path().join("actions-runner/.runner").exists(), admin_flow, "{said}");
+        let line =
+            if admin_flow { "Http response code: NotFound from 'Delete http" } else { "Does not exist. Skipping" };
+        assert!(said.contains(line), "{said}");
+    }
+    bed.finish().await;
+}
+
+#[tokio::test]
+async fn the_files_of_the_newer_service_count_as_configured_and_are_removed() {
+    let bed = Bed::start().await;
+    let dir = machine();
+    let home = dir.path().join("actions-runner");
+    let args = ["--name", "i-1", "--labels", "x"];
+    assert!(configure(&bed, dir.path(), &args).await.status.success());
+    for name in [".runner", ".credentials"] {
+        fs::rename(home.join(name), home.join(format!("{name}_migrated"))).unwrap();
+    }
+    assert!(text(&configure(&bed, dir.path(), &args).await).contains("already configured"));
+    let token = token(&bed, "remove-token").await;
+    let removed = output(script(dir.path(), "config.sh", &["remove", "--token", &token])).await;
+    assert!(removed.status.success() && bed.github.runner("i-1").is_none(), "{}", text(&removed));
+    assert!(!home.join(".runner_migrated").exists() && !home.join(".credentials_migrated").exists());
+    bed.finish().await;
+}
+
+#[tokio::test]
+async fn config_sh_checks_libraries_first_and_tells_its_version() {
+    let dir = machine();
+    let version = output(script(dir.path(), "config.sh", &["--version"])).await;
+    assert_eq!(text(&version).trim(), paddock_bed_github::runner::VERSION);
+    assert!(output(script(dir.path(), "bin/Runner.Listener", &["warmup"])).await.status.success());
+    let missing = "Libicu's dependencies is missing for Dotnet Core 6.0\n";
+    fs::write(dir.path().join("actions-runner/.missing"), missing).unwrap();
+    let refused = output(script(dir.path(), "config.sh", &["--version"])).await;
+    assert!(!refused.status.success() && text(&refused).starts_with(missing), "{}", text(&refused));
 }
 
 #[tokio::test]
