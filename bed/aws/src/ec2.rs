@@ -14,7 +14,7 @@ use crate::{
     form::Form,
     front::{Failure, Front, Outcome},
     instances::{
-        Ending, Instance,
+        END_OF_CONSOLE, Ending, Instance,
         InstanceState::{Stopped, Terminated},
         LaunchFacts, Shutdown,
     },
@@ -47,6 +47,7 @@ pub async fn perform(front: &Arc<Front>, action: &str, form: Form, quirk: Option
         "CreateFleet" => return Ok(fleet::create(front, form, quirks).await),
         "RunInstances" => launch(front, form, invisible).await?.0,
         "DescribeInstances" => describe(front, form).await?,
+        "GetConsoleOutput" => console(front, &form)?,
         "TerminateInstances" | "StopInstances" => {
             existing(front, &form.values("InstanceId"))?;
             end(front, form, Ending::user()).await?
@@ -191,6 +192,25 @@ fn existing(front: &Front, ids: &[String]) -> Outcome<()> {
         _ => format!("The instance IDs '{}' do not exist", missing.join(", ")),
     };
     Err(Failure::refused("InvalidInstanceID.NotFound", message))
+}
+
+/// The most that EC2 keeps of an instance's output.
+const CONSOLE_LIMIT: usize = 64 << 10;
+
+/// What the machine has printed, also after its end. EC2 has it some time later, and only what was printed when the
+/// instance changed its state (AWS docs, GetConsoleOutput).
+fn console(front: &Front, form: &Form) -> Outcome<String> {
+    let id = form.get("InstanceId").unwrap_or_default();
+    let Some(instance) = front.instances.get(id) else {
+        let message = format!("The instance ID '{id}' does not exist");
+        return Err(Failure::refused("InvalidInstanceID.NotFound", message));
+    };
+    let output = instance.console.and_then(|path| std::fs::read(path).ok()).unwrap_or_default();
+    let printed = output.windows(END_OF_CONSOLE.len()).position(|part| part == END_OF_CONSOLE).unwrap_or(output.len());
+    let shown = &output[printed.saturating_sub(CONSOLE_LIMIT)..printed];
+    let output = xml::element("output", &STANDARD.encode(shown));
+    let now = xml::element("timestamp", &jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string());
+    Ok(xml::answer("GetConsoleOutput", &(xml::element("instanceId", id) + &now + &output)))
 }
 
 async fn end(front: &Front, form: Form, why: Ending) -> Outcome<String> {

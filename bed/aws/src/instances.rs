@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    path::PathBuf,
     sync::Mutex,
     time::{Duration, Instant},
 };
@@ -11,6 +12,9 @@ use serde::Serialize;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::{capacity::Usage, xml};
+
+/// What follows in a machine's log is not of its console.
+pub const END_OF_CONSOLE: &[u8] = b"\n--- files in /var/log:\n";
 
 /// What happens to an instance that shuts itself down.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -85,6 +89,9 @@ pub struct Instance {
     pub spot_notice: Option<String>,
     #[serde(skip)]
     pub user_data: Vec<u8>,
+    /// What its machine prints.
+    #[serde(skip)]
+    pub console: Option<PathBuf>,
     #[serde(skip)]
     hidden_until: Option<Instant>,
 }
@@ -115,6 +122,7 @@ impl Instance {
             shutdown: facts.shutdown,
             role: facts.role.clone(),
             spot_notice: None,
+            console: None,
             user_data: facts.user_data.clone(),
             hidden_until: facts.invisible.map(|time| Instant::now() + time),
         }

@@ -12,14 +12,13 @@ use std::{
     process::Command,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use jiff::Timestamp;
-use nix::unistd::{Pid, geteuid};
 use paddock_bed_process::{Process, Signal, write_program};
 use serde::Serialize;
 use tokio::{
@@ -31,7 +30,9 @@ use crate::{
     Aws, Usage, ec2,
     front::{Failure, Front},
     imds,
-    instances::{Ending, Event, Instance, InstanceState},
+    instances::{END_OF_CONSOLE, Ending, Event, Instance, InstanceState},
+    namespace::{inhabitants, namespace},
+    systemd,
 };
 
 /// The machine's first process: runs the user data, then keeps the machine running.
@@ -81,6 +82,8 @@ struct Park {
     failing_boots: AtomicU32,
     /// Additions to the environment of machines that boot from now on.
     env: Mutex<Vec<(String, String)>>,
+    /// Whether machines that are launched from now on have systemd.
+    systemd: AtomicBool,
     /// `None` once the simulator has stopped, so that no machine boots later.
     machines: Mutex<Option<BTreeMap<String, Machine>>>,
 }
@@ -89,6 +92,7 @@ struct Machine {
     process: Option<Process>,
     frozen: bool,
     metadata: AbortHandle,
+    metadata_url: String,
     dir: PathBuf,
     /// The part that outlives it.
     log: PathBuf,
@@ -111,6 +115,7 @@ impl Machines {
             dir,
             failing_boots: options.failing_boots.into(),
             env: Mutex::new(options.env.clone()),
+            systemd: AtomicBool::new(false),
             options,
             machines: Mutex::new(Some(BTreeMap::new())),
         });
@@ -138,6 +143,22 @@ impl Machines {
     /// Replaces the environment additions of machines that boot from now on.
     pub fn set_env(&self, env: Vec<(String, String)>) {
         *self.park.env.lock().unwrap() = env;
+    }
+
+    /// Whether machines that are launched from now on have systemd.
+    pub fn set_systemd(&self, systemd: bool) {
+        self.park.systemd.store(systemd, Ordering::Release);
+    }
+
+    /// Ends every process of the machine, and starts what is enabled as a unit. Its files stay.
+    pub fn reboot(&self, id: &str) -> Result<()> {
+        self.park.with(id, |machine| {
+            machine.process = None;
+            let mut command = self.park.command(&machine.dir, &machine.metadata_url);
+            command.args(["sh", "-c", systemd::INIT]);
+            machine.process = Some(Process::spawn(id, command, &self.park.log_dir())?);
+            Ok(())
+        })
     }
 
     /// Announces a spot interruption in the metadata and terminates the instance after `notice` (two minutes at EC2).
@@ -211,7 +232,9 @@ impl Machine {
     fn keep_logs(&self) -> Result<()> {
         let logs = files_of(&self.dir.join("root/var/log"))?;
         if !logs.is_empty() {
-            fs::File::options().create(true).append(true).open(&self.log)?.write_all(&logs)?;
+            let mut kept = fs::File::options().create(true).append(true).open(&self.log)?;
+            kept.write_all(END_OF_CONSOLE)?;
+            kept.write_all(&logs)?;
         }
         Ok(())
     }
@@ -251,7 +274,7 @@ impl Park {
         tokio::time::sleep(self.options.boot_delay).await;
         let (url, metadata) = imds::serve(self.front.clone(), &instance.id).await?;
         let (dir, log) = (self.dir.join(&instance.id), self.log(&instance.id));
-        let mut machine = Machine { process: None, frozen: false, metadata, dir, log };
+        let mut machine = Machine { process: None, frozen: false, metadata, metadata_url: url, dir, log };
         let less = |left: u32| left.checked_sub(1);
         let fails = self.failing_boots.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).is_ok();
         spawn_blocking(move || {
@@ -259,7 +282,8 @@ impl Park {
             let mut machines = self.machines.lock().unwrap();
             let runs = self.front.instances.get(&instance.id).is_some_and(|now| now.state == InstanceState::Running);
             let Some(machines) = machines.as_mut().filter(|_| runs) else { return Ok(()) };
-            let command = if fails { None } else { self.install(&machine.dir, &instance, &url)? };
+            let command = if fails { None } else { self.install(&machine.dir, &instance, &machine.metadata_url)? };
+            self.front.instances.update(&instance.id, |known| known.console = Some(machine.log.clone()));
             if let Some(command) = command {
                 machine.process = Some(Process::spawn(&instance.id, command, &self.log_dir())?);
             }
@@ -288,15 +312,26 @@ impl Park {
         if !instance.user_data.starts_with(b"#!") {
             return Ok(None);
         }
+        if self.systemd.load(Ordering::Acquire) {
+            systemd::install(&root, &bin)?;
+        }
         let user_data = dir.join("user-data");
         write_program(&user_data, &instance.user_data)?;
+        let mut command = self.command(dir, metadata);
+        command.args(["sh", "-c", INIT]).arg(user_data);
+        Ok(Some(command))
+    }
+
+    /// A command that runs as the machine's first process.
+    fn command(&self, dir: &Path, metadata: &str) -> Command {
+        let (root, bin) = (dir.join("root"), dir.join("bin"));
         let mut command = namespace();
-        command.args(["sh", "-c", INIT]).arg(user_data).current_dir(&root).env_clear();
+        command.current_dir(&root).env_clear();
         command.env("PATH", format!("{}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", bin.display()));
         command.env("HOME", &root).env("TMPDIR", dir.join("tmp")).env("LANG", "C.UTF-8").env("PADDOCK_ROOT", &root);
         command.env("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata).env("AWS_ENDPOINT_URL", &self.endpoint);
         command.envs(self.env.lock().unwrap().iter().cloned());
-        Ok(Some(command))
+        command
     }
 
     fn log_dir(&self) -> PathBuf {
@@ -333,26 +368,6 @@ impl Park {
             Ok(())
         })
     }
-}
-
-/// Every process in the PID namespace that `unshare` created.
-fn inhabitants(unshare: u32) -> Result<Vec<Pid>> {
-    let namespace = fs::read_link(format!("/proc/{unshare}/ns/pid_for_children"))?;
-    ensure!(namespace != fs::read_link("/proc/self/ns/pid")?, "the machine has not begun to boot");
-    let lives_there = |pid: &i32| fs::read_link(format!("/proc/{pid}/ns/pid")).is_ok_and(|own| own == namespace);
-    let all = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-    Ok(all.filter(lives_there).map(Pid::from_raw).collect())
-}
-
-/// Runs a command as the first process of a new PID namespace, with a matching `/proc`. Without root this needs a user
-/// namespace.
-fn namespace() -> Command {
-    let mut command = Command::new("unshare");
-    if !geteuid().is_root() {
-        command.args(["--user", "--map-root-user"]);
-    }
-    command.args(["--pid", "--mount-proc", "--fork", "--kill-child"]);
-    command
 }
 
 /// Removes a directory whose writers were just killed and may still be exiting.

@@ -1,5 +1,6 @@
 use std::{fs, path::Path, time::Duration};
 
+use base64::{Engine, engine::general_purpose::STANDARD};
 use paddock_bed_aws::{
     Aws, InstanceState, ServedFile,
     machines::{MachineState, Machines, Options},
@@ -106,6 +107,13 @@ pub async fn shutdown_terminates_as_the_template_says(aws: &Aws) {
     let (_, text) = ec2(aws, "DescribeInstances", &[("InstanceId.1", &id)]).await;
     assert!(texts(&text, "name").contains(&"terminated".to_owned()), "{text}");
     eventually("the machine to be gone", async || (!machines.list().contains_key(&id)).then_some(())).await;
+    assert!(text.contains("<code>Client.InstanceInitiatedShutdown</code>"), "{text}");
+    // The console outlives the machine.
+    let (_, text) = ec2(aws, "GetConsoleOutput", &[("InstanceId", &id)]).await;
+    let output = STANDARD.decode(texts(&text, "output").pop().unwrap()).unwrap();
+    assert!(String::from_utf8_lossy(&output).contains("bye"), "{text}");
+    let (_, text) = ec2(aws, "GetConsoleOutput", &[("InstanceId", "i-00000000000000bad")]).await;
+    assert!(text.contains("InvalidInstanceID.NotFound"), "{text}");
 }
 
 pub async fn spot_instance_is_announced_then_taken(aws: &Aws) {
