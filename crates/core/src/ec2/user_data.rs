@@ -100,11 +100,33 @@ if ! checked paddock-agent 2>/dev/null; then
 fi
 "#;
 
-/// KillMode=process: the runner, and with it a job, outlives an agent that dies; the next agent takes it over.
+/// The unit is enabled, because cloud-init runs user data at the first boot only. `--no-block`: cloud-init itself may be what
+/// the network waits for. KillMode=process: the runner, and with it a job, outlives an agent that dies; the next agent
+/// takes it over.
 const START: &str = r#"
-if [ -z "$root" ] && [ -d /run/systemd/system ]; then
-  exec systemd-run --unit=paddock-agent --description="Paddock agent" \
-    -p Restart=always -p RestartSec=5 -p KillMode=process -p EnvironmentFile="-$state/environment" -- "$home/paddock-agent" --config "$state/config.json"
+if [ -d "$root/run/systemd/system" ]; then
+  units="$root/etc/systemd/system"
+  mkdir -p "$units"
+  cat >"$units/paddock-agent.service" <<UNIT
+[Unit]
+Description=Paddock agent
+Wants=network-online.target
+After=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+EnvironmentFile=-$state/environment
+ExecStart="$home/paddock-agent" --config "$state/config.json"
+Restart=always
+RestartSec=5
+KillMode=process
+
+[Install]
+WantedBy=multi-user.target
+UNIT
+  chmod 0644 "$units/paddock-agent.service"
+  systemctl daemon-reload && systemctl enable paddock-agent.service || give_up "systemd does not take the agent's unit"
+  exec systemctl start --no-block paddock-agent.service
 fi
 exec "$home/paddock-agent" --config "$state/config.json" >>"$log" 2>&1
 "#;
@@ -258,6 +280,32 @@ mod tests {
         // The second boot finds the agent there and needs no network.
         assert!(run("http://127.0.0.1:1/gone").status.success(), "{}", log());
         assert_eq!(log(), started.repeat(2));
+        assert!(!root.path().join("etc").exists(), "without systemd there is no unit");
+    }
+
+    #[test]
+    fn where_there_is_systemd_the_agent_is_a_unit_that_comes_back_after_a_reboot() {
+        let agent = b"#!/bin/sh\necho \"started with $*\"\n".to_vec();
+        let root = machine();
+        let stub = "#!/bin/sh\necho \"$*\" >>\"$PADDOCK_ROOT/systemctl\"\n";
+        write_program(&root.path().join("bin/systemctl"), stub).unwrap();
+        fs::create_dir_all(root.path().join("run/systemd/system")).unwrap();
+        let run = bash(&user_data(&config(""), &serve(agent.clone()), &hex(&agent), Network::default()).unwrap(), &[], root.path());
+        assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+        let read = |name: &str| fs::read_to_string(root.path().join(name)).unwrap_or_default();
+        let calls = "daemon-reload\nenable paddock-agent.service\nstart --no-block paddock-agent.service\n";
+        assert_eq!(read("systemctl"), calls);
+        assert!(!read("var/log/paddock-agent.log").contains("started"), "systemd starts it, and not the script");
+
+        let unit = read("etc/systemd/system/paddock-agent.service");
+        assert!(unit.contains("\nRestart=always\n") && unit.contains("\nKillMode=process\n"), "{unit}");
+        assert!(unit.contains("[Install]\nWantedBy=multi-user.target\n"), "{unit}");
+        // A reboot: the script does not run again, and systemd starts what is enabled.
+        let started = unit.lines().find_map(|line| line.strip_prefix("ExecStart=")).unwrap();
+        let again = bash(started, &[], root.path());
+        let config = root.path().join("var/lib/paddock/config.json");
+        let said = String::from_utf8_lossy(&again.stdout).into_owned();
+        assert_eq!(said, format!("started with --config {}\n", config.display()));
     }
 
     #[test]
