@@ -62,7 +62,7 @@ async fn defaults_agree(shared: Arc<Shared>) -> Result<()> {
     .await?;
     let ec2 = &pool["spec"]["ec2"];
     ensure!(
-        ec2["lifetimes"] == json!({ "created": "10m", "claimed": "5m", "idle": "7m", "maxRuntime": "30m" }),
+        ec2["lifetimes"] == json!({ "created": "10m", "claimed": "5m", "idle": "7m", "maxRuntime": "6h" }),
         "{ec2}"
     );
     ensure!(ec2["defaults"] == json!({ "usageClass": "on-demand", "allowedInstanceTypes": ["*"] }), "{ec2}");

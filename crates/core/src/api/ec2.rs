@@ -226,7 +226,7 @@ impl Default for Lifetimes {
             created: Duration::from_mins(10),
             claimed: Duration::from_mins(5),
             idle: Duration::from_mins(7),
-            max_runtime: Duration::from_mins(30),
+            max_runtime: Duration::from_mins(360),
         }
     }
 }
@@ -252,7 +252,7 @@ pub struct Ec2Timeouts {
 impl Default for Ec2Timeouts {
     fn default() -> Self {
         Self {
-            registration: Duration::from_secs(10),
+            registration: Duration::from_secs(60),
             heartbeat: Duration::from_secs(15),
             validation: Duration::from_secs(180),
             deregistration: Duration::from_secs(120),

@@ -120,10 +120,10 @@ fn what_the_examples_leave_out_has_the_defaults_of_the_specification() {
     assert_eq!(ec2.defaults, Ec2Defaults::default());
     assert_eq!((ec2.min_idle, ec2.max_instances), (0, 20));
     let Lifetimes { created, claimed, idle, max_runtime } = ec2.lifetimes;
-    assert_eq!([created, claimed, idle, max_runtime].map(Duration::as_secs), [600, 300, 420, 1800]);
+    assert_eq!([created, claimed, idle, max_runtime].map(Duration::as_secs), [600, 300, 420, 21_600]);
     let Ec2Timeouts { registration, heartbeat, validation, deregistration, capacity } = ec2.timeouts;
     let timeouts = [registration, heartbeat, validation, deregistration, capacity];
-    assert_eq!(timeouts.map(Duration::as_secs), [10, 15, 180, 120, 600]);
+    assert_eq!(timeouts.map(Duration::as_secs), [60, 15, 180, 120, 600]);
 
     let pool: RunnerPool = example("board-pool.yaml");
     let bare =

@@ -24,9 +24,9 @@ fn i1_a_registration_for_another_run_counts_for_nothing() {
     let mut it = tracked(record("i-1", State::Claimed, RUN, at(0)));
     it.report = AgentReport { heartbeat: Some(beat(at(3))), signal: Some(said(Signal::Registered, "1111")) };
     it.record.sealed = "sealed".into();
-    assert_eq!(check(&it, &pool().timeouts, at(5)), MachineCheck::Waiting);
+    assert_eq!(check(&it, &pool().timeouts, at(50)), MachineCheck::Waiting);
     assert!(matches!(
-        check(&it, &pool().timeouts, at(11)),
+        check(&it, &pool().timeouts, at(61)),
         MachineCheck::Failed(FailureReason::RegistrationTimeout, _)
     ));
 }
@@ -53,7 +53,7 @@ fn each_failed_check_has_its_reason() {
     let silent = AgentReport::default();
     let with = |signal, run| AgentReport { heartbeat: Some(beat(at(0))), signal: Some(said(signal, run)) };
     for (state, report, seconds, reason) in [
-        (State::Claimed, silent.clone(), 11, RegistrationTimeout),
+        (State::Claimed, silent.clone(), 61, RegistrationTimeout),
         (State::Claimed, with(Signal::RegistrationFailed, RUN), 1, RegistrationFailed),
         (State::Created, silent.clone(), 181, ValidationTimeout),
         (State::Created, with(Signal::ScriptFailed, RUN), 1, PreRunnerFailed),
