@@ -317,8 +317,11 @@ impl Protocol {
                     Upkeep::End(..) => end(world, id, *seen),
                 };
             writes.extend(known_as.as_ref().and_then(keep_up));
-            let state =
-                (machine.ec2 != Ec2::Absent).then_some(Ec2State { gone: machine.ec2 == Ec2::Gone, reclaimed: false });
+            let state = (machine.ec2 != Ec2::Absent).then_some(Ec2State {
+                gone: machine.ec2 == Ec2::Gone,
+                reclaimed: false,
+                reason: "",
+            });
             let is_lost = known_as.is_some_and(|(_, tracked)| lost(&tracked, state, true).is_some());
             writes.extend(match (machine.ec2, known) {
                 // `registrations::check`: GitHub has no runner of a terminated machine.

@@ -69,8 +69,7 @@ pub fn instance(id: usize, record: &Record, age: Age) -> Instance {
 
 /// With its agent's report. A dead machine is past every timeout, and has been silent for this long.
 pub fn tracked(id: usize, record: &Record, machine: &Machine, silent: SignedDuration) -> Ec2Machine {
-    let beat =
-        Heartbeat { instance_id: String::new(), updated_at: NOW, public_key: Some(KEY.clone()), reclaimed: false };
+    let beat = Heartbeat::new("", Some(KEY.clone()), NOW);
     let signal = |(signal, run, claims): (Signal, Option<usize>, u8)| {
         WorkerSignal::new("", signal, run_id(run), claims.into(), NOW)
     };
@@ -114,7 +113,7 @@ impl Change {
             Self::MakeIdle => transition::make_idle(seen, threshold, NOW),
             Self::Renew => transition::renew(seen, threshold, NOW),
             Self::Pool => transition::pool(seen),
-            Self::Terminate => transition::terminate(seen, "", "", NOW),
+            Self::Terminate => transition::terminate(seen, "", "", "", NOW),
             Self::RunnerGone => transition::runner_gone(seen),
         }
     }

@@ -268,5 +268,5 @@ impl Shared {
 }
 
 fn beat(id: &str, key: &PublicKey, now: Timestamp) -> Heartbeat {
-    Heartbeat { instance_id: id.to_owned(), updated_at: now, public_key: Some(key.clone()), reclaimed: false }
+    Heartbeat::new(id, Some(key.clone()), now)
 }

@@ -1,27 +1,30 @@
 //! The agent's loop: read the record, decide, act, report.
 
+mod last_error;
+mod supervise;
+
 use std::{
-    fmt,
+    process::ExitStatus,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, anyhow, bail};
 use jiff::{SignedDuration, Timestamp};
-use nix::sys::signal::Signal as UnixSignal;
-use paddock_record::{AgentConfig, Instance, KeyPair, SCRUB, SealError, Signal};
+use paddock_record::{AgentConfig, Instance, KeyPair, SealError, Signal};
 use tokio::{
     process::{Child, Command},
     sync::watch,
     task::JoinHandle,
 };
 
+use self::last_error::{LastError, Unscrubbed};
 use crate::{
     files::{Files, Lifetime, Memory, Report, Serving},
     limits,
-    process::{Alive, run_script},
+    process::run_script,
     runner::{Installation, Token},
     runner_log::RunnerLog,
-    step::{Action, End, Facts, Record, Runner, Script, step},
+    step::{Action, End, Facts, Record, Script, step},
     store::Store,
     uptime,
 };
@@ -34,11 +37,15 @@ pub struct Agent {
     store: Store,
     key: KeyPair,
     first_start: Timestamp,
+    /// When the last signal was sent, for the heartbeats.
+    signalled: watch::Sender<Option<Timestamp>>,
     reclaimed: watch::Receiver<bool>,
     runner: Installation,
     log: RunnerLog,
     /// The `run.sh` that this agent started, and not its predecessor.
     child: Option<Child>,
+    /// How that ended.
+    status: Option<ExitStatus>,
     runner_since: Instant,
     script: Option<JoinHandle<Result<()>>>,
     record: Record,
@@ -50,30 +57,6 @@ pub struct Agent {
     /// Whether `memory.lifetime` is not yet on disk. It is written after the step, which a claim waits for.
     unsaved: bool,
     shut_down: Option<Instant>,
-}
-
-/// Why the last attempt failed. `reason` is set only where the signal alone is ambiguous.
-#[derive(Default)]
-struct LastError {
-    reason: &'static str,
-    detail: String,
-}
-
-impl LastError {
-    fn of(error: &anyhow::Error) -> Self {
-        let reason = if error.is::<Unscrubbed>() { SCRUB } else { "" };
-        Self { reason, detail: format!("{error:#}").chars().take(limits::DETAIL_MAX_CHARS).collect() }
-    }
-}
-
-/// Error context that marks a failed scrub between two runs.
-#[derive(Debug)]
-struct Unscrubbed;
-
-impl fmt::Display for Unscrubbed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the machine could not be scrubbed")
-    }
 }
 
 /// Consecutive failures to bring the machine to the state its record asks for.
@@ -107,14 +90,16 @@ impl Agent {
         instance_id: String,
         files: Files,
         store: Store,
+        signalled: watch::Sender<Option<Timestamp>>,
         reclaimed: watch::Receiver<bool>,
     ) -> Result<Self> {
         let (key, first_start) = files.key()?;
         let memory = files.recall();
         let mut agent = Self {
-            runner: Installation::new(files.runner_dir(), files.runner_log()),
+            runner: Installation::of(&files),
             log: RunnerLog::default(),
             child: None,
+            status: None,
             runner_since: Instant::now(),
             script: None,
             record: Record::Never,
@@ -130,6 +115,7 @@ impl Agent {
             store,
             key,
             first_start,
+            signalled,
             reclaimed,
         };
         if agent.memory.script == Some(Signal::ScriptFailed) && agent.memory.reported.is_none() {
@@ -187,7 +173,7 @@ impl Agent {
     /// Takes the next step; returns true if the next one may follow without a pause.
     async fn act(&mut self) -> Result<bool> {
         self.script_ended().await?;
-        let runner = self.runner_phase()?;
+        let runner = self.follow_runner().await?;
         if let Record::Seen { instance, .. } = &self.record {
             self.attempts.follow(instance);
         }
@@ -219,18 +205,29 @@ impl Agent {
             Action::RunScript => self.run_script(),
             Action::StartRunner => {
                 self.attempts.count(now);
-                self.start_runner()
+                let started = self.start_runner();
+                started.inspect_err(|error| self.last_error = LastError::of(error))
             }
-            Action::Register(instance) => self.register(instance).await.inspect_err(|error| {
-                self.last_error = LastError::of(error);
-                self.attempts.count(uptime::now());
-            }),
-            Action::Deregister { run, sealed } => self.deregister(run, sealed).await.inspect_err(|error| {
-                self.last_error = LastError::of(error);
-                self.attempts.count(uptime::now());
-            }),
+            Action::Register(instance) => {
+                let done = self.register(instance).await;
+                self.note_attempt(done).await
+            }
+            Action::Deregister { run, sealed } => {
+                let done = self.deregister(run, sealed).await;
+                self.note_attempt(done).await
+            }
         };
         done.context("will retry").map(|()| moved)
+    }
+
+    /// Counts a failed attempt, with what is known of its cause.
+    async fn note_attempt(&mut self, done: Result<()>) -> Result<()> {
+        if let Err(error) = &done {
+            let diagnostics = self.runner.diagnostics().await;
+            self.last_error = LastError::of(error).with_diagnostics(&diagnostics);
+            self.attempts.count(uptime::now());
+        }
+        done
     }
 
     fn run_script(&mut self) -> Result<()> {
@@ -239,9 +236,17 @@ impl Agent {
         tracing::info!("running the pre-runner script");
         let path = self.files.script("pre-runner", &self.config.pre_runner_script)?;
         let (runner, archives) = (self.runner.clone(), self.config.runner_archives.clone());
+        let log = self.files.script_log("pre-runner");
+        // A claim that waits for the machine warms it up by its use.
+        let awaited = matches!(&self.record, Record::Seen { instance, .. } if !instance.run_id.is_empty());
         self.script = Some(tokio::spawn(async move {
-            run_script(&path, Duration::MAX).await.context("the pre-runner script")?;
-            runner.install(&archives).await
+            run_script(&path, &log, Duration::MAX).await.context("the pre-runner script")?;
+            runner.install(&archives).await?;
+            runner.check().await?;
+            if !awaited {
+                runner.warm_up().await;
+            }
+            Ok(())
         }));
         Ok(())
     }
@@ -268,10 +273,10 @@ impl Agent {
         let Instance { run_id, github_url: url, runner_group: group, sealed, .. } = record;
         let token = self.open(sealed)?;
         tracing::info!(run_id, url, "registering");
-        self.memory.serving = Some(Serving { run_id: run_id.to_owned(), configured: false });
+        self.memory.serving = Some(Serving::new(run_id, false));
         self.files.remember(&self.memory)?;
         self.runner.configure(url, group, &token, &self.instance_id, run_id).await?;
-        self.memory.serving = Some(Serving { run_id: run_id.to_owned(), configured: true });
+        self.memory.serving = Some(Serving::new(run_id, true));
         self.attempts.failures = 0;
         self.files.remember(&self.memory)
     }
@@ -282,7 +287,7 @@ impl Agent {
             self.runner.remove(&self.open(sealed)?).await?;
         }
         self.runner.forget()?;
-        self.memory.serving = Some(Serving { run_id: run_id.to_owned(), configured: false });
+        self.memory.serving = Some(Serving::new(run_id, false));
         self.files.remember(&self.memory)?;
         self.scrub().await.context(Unscrubbed)?;
         self.memory.serving = None;
@@ -294,7 +299,9 @@ impl Agent {
         self.runner.scrub().await?;
         if let Some(text) = &self.config.scrub_script {
             let path = self.files.script("scrub", text)?;
-            run_script(&path, limits::SCRUB_TIMEOUT).await.context("the scrub script")?;
+            run_script(&path, &self.files.script_log("scrub"), limits::SCRUB_TIMEOUT)
+                .await
+                .context("the scrub script")?;
         }
         Ok(())
     }
@@ -304,62 +311,6 @@ impl Agent {
             SealError::NotForUs => anyhow!("the token in the record is sealed to another instance's key"),
             SealError::Malformed => anyhow!("what the record holds is no sealed token"),
         })
-    }
-
-    fn start_runner(&mut self) -> Result<()> {
-        let child = self.runner.start()?;
-        self.memory.runner = child.id().and_then(Alive::of);
-        self.child = Some(child);
-        self.log = RunnerLog::default();
-        self.runner_since = Instant::now();
-        self.files.remember(&self.memory)
-    }
-
-    /// The runner's phase. If it has exited, kills what is left of its process group and forgets it.
-    fn runner_phase(&mut self) -> Result<Runner> {
-        if let Some(child) = &mut self.child {
-            let _ = child.try_wait(); // reaps it
-        }
-        match (&self.memory.serving, self.memory.runner) {
-            (_, Some(process)) if process.runs() => Ok(self.log.phase(self.runner.log())),
-            (_, Some(process)) => {
-                tracing::info!(log = %self.runner.log().display(), "run.sh exited");
-                process.signal_group(UnixSignal::SIGKILL);
-                if self.runner_since.elapsed() > limits::RUNNER_SETTLED_AFTER {
-                    self.attempts.failures = 0;
-                }
-                (self.memory.runner, self.child) = (None, None);
-                self.files.remember(&self.memory)?;
-                self.runner_phase()
-            }
-            (Some(Serving { configured: true, .. }), None) => Ok(Runner::Stopped),
-            (Some(Serving { configured: false, .. }) | None, None) => Ok(Runner::Absent),
-        }
-    }
-
-    /// Sends SIGINT to the runner, then SIGKILL if it is still running after the grace period.
-    async fn stop_runner(&mut self) -> Result<()> {
-        let Some(process) = self.memory.runner else { return Ok(()) };
-        tracing::info!("stopping the runner");
-        process.signal_group(UnixSignal::SIGINT);
-        let interrupted_at = Instant::now();
-        while self.memory.runner.is_some() {
-            if interrupted_at.elapsed() > limits::RUNNER_STOP_GRACE {
-                tracing::warn!("runner still running after SIGINT; killing it");
-                process.signal_group(UnixSignal::SIGKILL);
-            }
-            tokio::time::sleep(Duration::from_millis(50)).await;
-            self.runner_phase()?;
-        }
-        Ok(())
-    }
-
-    /// Called before the agent exits: stops an idle runner and leaves a busy one to the next agent.
-    pub async fn retire(&mut self) -> Result<()> {
-        match self.runner_phase()? {
-            Runner::Starting | Runner::Idle => self.stop_runner().await,
-            Runner::Busy | Runner::Stopped | Runner::Absent => Ok(()),
-        }
     }
 
     /// Stores the signal on disk; `send_report` writes it to the table.
@@ -374,20 +325,24 @@ impl Agent {
             }
             Signal::ScriptOk | Signal::Registered | Signal::Deregistered => LastError::default(),
         };
-        let (reason, detail) = (error.reason.to_owned(), error.detail);
+        let LastError { reason, detail, log } = error;
         let claims = match &self.record {
             Record::Seen { instance, .. } => instance.claims,
             Record::Never | Record::Gone => 0,
         };
-        self.memory.reported = Some(Report { signal, run_id, claims, reason, detail });
+        self.memory.reported = Some(Report { signal, run_id, claims, reason: reason.to_owned(), detail, log });
         self.unsent = true;
         self.files.remember(&self.memory)
     }
 
     async fn send_report(&mut self) {
         if let Some(report) = self.memory.reported.as_ref().filter(|_| self.unsent) {
-            match self.store.write_signal(report, Timestamp::now()).await {
-                Ok(()) => self.unsent = false,
+            let now = Timestamp::now();
+            match self.store.write_signal(report, now).await {
+                Ok(()) => {
+                    self.unsent = false;
+                    self.signalled.send_replace(Some(now));
+                }
                 Err(error) => tracing::warn!("{error:#}; will retry"),
             }
         }

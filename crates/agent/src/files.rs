@@ -62,6 +62,15 @@ pub struct Serving {
     pub run_id: String,
     /// `config.sh` has succeeded and `config.sh remove` has not yet.
     pub configured: bool,
+    /// The runner has ended, and starting it again does not help.
+    #[serde(default)]
+    pub ended: bool,
+}
+
+impl Serving {
+    pub fn new(run_id: &str, configured: bool) -> Self {
+        Self { run_id: run_id.to_owned(), configured, ended: false }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,11 +81,13 @@ pub struct Report {
     /// The record's number of claims.
     #[serde(default)]
     pub claims: u32,
-    /// `reason` and `detail` are set for failures only.
+    /// `reason`, `detail` and `log` are set for failures only.
     #[serde(default)]
     pub reason: String,
     #[serde(default)]
     pub detail: String,
+    #[serde(default)]
+    pub log: String,
 }
 
 impl Files {
@@ -102,6 +113,16 @@ impl Files {
 
     pub fn runner_log(&self) -> PathBuf {
         self.path("var/log/paddock-runner.log")
+    }
+
+    /// What the pool's script of this name wrote when it last ran.
+    pub fn script_log(&self, name: &str) -> PathBuf {
+        self.path(&format!("var/log/paddock-{name}.log"))
+    }
+
+    /// The variables that the image gives to its runner.
+    pub fn environment(&self) -> PathBuf {
+        self.state_dir().join("runner.env")
     }
 
     /// This machine's key pair and its creation time, which is the agent's first start on this machine.
@@ -170,7 +191,7 @@ mod tests {
         assert_eq!(files.recall(), Memory::default());
         let memory = Memory {
             script: Some(Signal::ScriptOk),
-            serving: Some(Serving { run_id: "7".into(), configured: true }),
+            serving: Some(Serving { ended: true, ..Serving::new("7", true) }),
             runner: Alive::of(std::process::id()),
             reported: Some(Report {
                 signal: Signal::Registered,
@@ -178,6 +199,7 @@ mod tests {
                 claims: 3,
                 reason: String::new(),
                 detail: String::new(),
+                log: String::new(),
             }),
             lifetime: Some(Lifetime {
                 threshold: Some(Timestamp::UNIX_EPOCH),

@@ -3,6 +3,7 @@
 
 mod agent;
 mod files;
+mod firewall;
 mod http;
 mod limits;
 mod metadata;
@@ -12,6 +13,8 @@ mod runner_log;
 mod step;
 mod store;
 mod uptime;
+mod version;
+mod words;
 
 use std::{io::IsTerminal, path::PathBuf, time::Duration};
 
@@ -29,7 +32,8 @@ use crate::{
     agent::Agent,
     files::Files,
     metadata::{Identity, Metadata},
-    store::Store,
+    runner::Installation,
+    store::{Beat, Store},
 };
 
 /// Runs on an EC2 instance of a Paddock pool and keeps its GitHub runner registered for the run that owns it.
@@ -97,23 +101,51 @@ async fn start(args: Args) -> Result<Agent> {
     let Identity { instance_id, arns } = metadata.identity().await;
     tracing::info!(instance_id, pool = config.pool, table = config.table, "started");
     let store = Store::connect(config.region.clone(), config.table.clone(), instance_id.clone(), arns).await;
+    let (signalled, signalled_at) = watch::channel(None);
+    let warning = if config.runner_metadata_access { String::new() } else { guard_metadata(&files).await };
     let (interrupted, reclaimed) = watch::channel(false);
     let period = Duration::from_secs(config.heartbeat_seconds.max(1));
-    tokio::spawn(beat(store.clone(), key.public(), period, reclaimed.clone()));
+    tokio::spawn(beat(store.clone(), key.public(), warning, period, signalled_at, reclaimed.clone()));
     tokio::spawn(watch_spot(metadata, interrupted));
-    Agent::new(config, instance_id, files, store, reclaimed)
+    Agent::new(config, instance_id, files, store, signalled, reclaimed)
 }
 
-/// Writes heartbeats independently of the agent's loop; one at once when EC2 takes the machine back.
-async fn beat(store: Store, key: PublicKey, period: Duration, mut reclaimed: watch::Receiver<bool>) {
+/// Keeps jobs away from the metadata service; returns why it cannot. The machine serves all the same.
+async fn guard_metadata(files: &Files) -> String {
+    let why = match Installation::of(files).uid() {
+        Some(uid) => firewall::keep_away(uid).await.err().map(|error| format!("{error:#}")),
+        None => Some("the runner has the agent's own user, because the image has no user called runner".to_owned()),
+    };
+    let why = why.map(|why| format!("jobs can reach the metadata service: {why}")).unwrap_or_default();
+    if !why.is_empty() {
+        tracing::warn!("{why}");
+    }
+    why.chars().take(limits::WARNING_MAX_CHARS).collect()
+}
+
+/// Writes heartbeats independently of the agent's loop; one at once when EC2 takes the machine back. They say when it sent its
+/// last signal.
+async fn beat(
+    store: Store,
+    key: PublicKey,
+    warning: String,
+    period: Duration,
+    signalled_at: watch::Receiver<Option<Timestamp>>,
+    mut reclaimed: watch::Receiver<bool>,
+) {
     let mut ticks = tokio::time::interval(period);
     loop {
         tokio::select! {
             _ = ticks.tick() => {}
             Ok(()) = reclaimed.changed() => {}
         }
-        let reclaimed = *reclaimed.borrow_and_update();
-        if let Err(error) = store.beat(&key, reclaimed, Timestamp::now()).await {
+        let beat = Beat {
+            public_key: &key,
+            reclaimed: *reclaimed.borrow_and_update(),
+            signalled_at: *signalled_at.borrow(),
+            warning: &warning,
+        };
+        if let Err(error) = store.beat(beat, Timestamp::now()).await {
             tracing::warn!("{error:#}");
         }
     }

@@ -1,19 +1,48 @@
 //! Child processes, each in its own process group.
 
 use std::{
-    fs,
+    fmt,
+    fs::{self, File},
+    io::{Read, Seek, SeekFrom},
     path::Path,
     process::{ExitStatus, Stdio},
     time::Duration,
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use nix::{
     sys::signal::{Signal, killpg},
     unistd::Pid,
 };
+use paddock_record::log_tail;
 use serde::{Deserialize, Serialize};
 use tokio::process::Command;
+
+use crate::words::why;
+
+/// The error of a program that failed, with the end of what it wrote.
+#[derive(Debug)]
+pub struct Failed {
+    what: String,
+    pub log: String,
+}
+
+impl Failed {
+    pub fn new(what: String, output: &str) -> Self {
+        Self { what, log: log_tail(output).to_owned() }
+    }
+}
+
+impl fmt::Display for Failed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match why(&self.log).as_str() {
+            "" => write!(f, "{} and said nothing", self.what),
+            why => write!(f, "{}: {why}", self.what),
+        }
+    }
+}
+
+impl std::error::Error for Failed {}
 
 /// A process identified by PID and start time, so that a reused PID is not mistaken for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -70,27 +99,40 @@ pub async fn output(command: &mut Command, limit: Duration) -> Result<(ExitStatu
     }
 }
 
-/// Runs a pool's script with the interpreter in its shebang line, or bash. The script inherits the agent's output, so
-/// that a service it starts never blocks on a pipe without a reader.
-pub async fn run_script(path: &Path, limit: Duration) -> Result<()> {
+/// Runs a pool's script with the interpreter in its shebang line, or bash. Its output goes to a file, so that a service it
+/// starts never blocks on a pipe without a reader.
+pub async fn run_script(path: &Path, log: &Path, limit: Duration) -> Result<()> {
     let named = fs::read(path)?.starts_with(b"#!");
     let mut command = if named { Command::new(path) } else { Command::new("bash") };
     if !named {
         command.arg(path);
     }
+    let output = File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
+    command.stdout(output.try_clone()?).stderr(output);
     let mut child = command.stdin(Stdio::null()).process_group(0).spawn()?;
     let mut group = Group(child.id().and_then(Alive::of));
+    let failed = |what: String| Err(Failed::new(what, &end_of(log)).into());
     match tokio::time::timeout(limit, child.wait()).await {
         Ok(status) => {
             group.0 = None;
             let status = status?;
-            if !status.success() {
-                bail!("ended with {status}");
-            }
-            Ok(())
+            if status.success() { Ok(()) } else { failed(format!("ended with {status}")) }
         }
-        Err(_) => bail!("took longer than {limit:?}"),
+        Err(_) => failed(format!("took longer than {limit:?}")),
     }
+}
+
+/// The end of a log file; empty if it cannot be read.
+pub fn end_of(log: &Path) -> String {
+    const READ_MAX: u64 = 64 * 1024;
+    let read = || -> std::io::Result<Vec<u8>> {
+        let (mut file, mut end) = (File::open(log)?, Vec::new());
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(READ_MAX)))?;
+        file.take(READ_MAX).read_to_end(&mut end)?;
+        Ok(end)
+    };
+    log_tail(&String::from_utf8_lossy(&read().unwrap_or_default())).to_owned()
 }
 
 #[cfg(test)]
@@ -116,12 +158,14 @@ mod tests {
         let run = async |text: &str, limit| {
             let path = dir.path().join("script");
             write_program(&path, text).unwrap();
-            run_script(&path, limit).await.map_err(|error| error.to_string())
+            run_script(&path, &dir.path().join("log"), limit).await.map_err(|error| error.to_string())
         };
         let (long, short) = (Duration::from_secs(60), Duration::from_millis(100));
         assert_eq!(run("[[ -n $BASH_VERSION ]]", long).await, Ok(()));
         assert_eq!(run("#!/usr/bin/env -S cat /dev/null\nnot a command", long).await, Ok(()));
-        assert_eq!(run("exit 3", long).await, Err("ended with exit status: 3".to_owned()));
-        assert_eq!(run("sleep 1000", short).await, Err("took longer than 100ms".to_owned()));
+        assert_eq!(run("exit 3", long).await, Err("ended with exit status: 3 and said nothing".to_owned()));
+        let said = Err("ended with exit status: 3: no disk; give up".to_owned());
+        assert_eq!(run("echo no disk; echo give up >&2; exit 3", long).await, said);
+        assert_eq!(run("sleep 1000", short).await, Err("took longer than 100ms and said nothing".to_owned()));
     }
 }

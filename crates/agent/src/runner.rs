@@ -3,7 +3,8 @@
 use std::{
     collections::BTreeMap,
     fs::{self, File},
-    io,
+    io::{self, Write},
+    os::unix::fs::{MetadataExt, OpenOptionsExt, lchown},
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -13,7 +14,26 @@ use anyhow::{Context, Result, bail};
 use paddock_record::RunnerArchive;
 use tokio::process::{Child, Command};
 
-use crate::{limits, process};
+use crate::{
+    files::Files,
+    limits,
+    process::{self, Failed},
+};
+
+/// The files of a registration, with those of a runner that GitHub has moved to its newer service: either of `.runner` and
+/// `.runner_migrated` makes it configured (actions/runner v2.336.0, `src/Runner.Common/ConfigurationStore.cs`).
+const REGISTRATION: [&str; 5] =
+    [".runner", ".credentials", ".credentials_rsaparams", ".runner_migrated", ".credentials_migrated"];
+
+/// Variables that the next listener loads, which an image may have prepared; `config.sh` and jobs may add to them.
+const ENVIRONMENT: &str = ".env";
+
+/// What `config.sh` prints where the image lacks a library (actions/runner v2.336.0, `src/Misc/layoutroot/config.sh`).
+const MISSING_LIBRARY: &str = "ependencies is missing";
+
+/// What `config.sh remove` prints where GitHub does not have the runner, in the flow where it deletes it itself
+/// (actions/runner v2.336.0, `src/Runner.Common/RunnerDotcomServer.cs`).
+const REMOVED_BEFORE: &str = "Http response code: NotFound from 'Delete ";
 
 /// A registration or removal token. It never appears in a log or on a command line. Only `config.sh` has it in its
 /// environment, and jobs do not inherit that.
@@ -24,13 +44,15 @@ pub struct Token(pub String);
 pub struct Installation {
     dir: PathBuf,
     log: PathBuf,
+    /// The image's own [`ENVIRONMENT`].
+    environment: PathBuf,
     user: User,
 }
 
 /// The user that runs the runner: `runner` if the image has it, else the agent's own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum User {
-    Runner { group: String, home: String },
+    Runner { uid: u32, group: String, home: String },
     Root,
     Own,
 }
@@ -40,18 +62,32 @@ impl User {
         let entry = passwd.lines().map(|line| line.split(':').collect::<Vec<_>>()).find(|entry| entry[0] == "runner");
         match entry.as_deref() {
             _ if uid != 0 => Self::Own,
-            Some([_, _, _, group, _, home, ..]) => {
-                Self::Runner { group: (*group).to_owned(), home: (*home).to_owned() }
-            }
+            Some([_, _, uid, group, _, home, ..]) => match uid.parse() {
+                // Also by another name root is the agent's own user.
+                Ok(0) | Err(_) => Self::Root,
+                Ok(uid) => Self::Runner { uid, group: (*group).to_owned(), home: (*home).to_owned() },
+            },
             Some(_) | None => Self::Root,
         }
     }
 }
 
 impl Installation {
-    pub fn new(dir: PathBuf, log: PathBuf) -> Self {
+    pub fn of(files: &Files) -> Self {
+        Self::new(files.runner_dir(), files.runner_log(), files.environment())
+    }
+
+    fn new(dir: PathBuf, log: PathBuf, environment: PathBuf) -> Self {
         let passwd = fs::read_to_string("/etc/passwd").unwrap_or_default();
-        Self { dir, log, user: User::of(nix::unistd::geteuid().as_raw(), &passwd) }
+        Self { dir, log, environment, user: User::of(nix::unistd::geteuid().as_raw(), &passwd) }
+    }
+
+    /// The runner's user; none if it is the agent's own.
+    pub fn uid(&self) -> Option<u32> {
+        match self.user {
+            User::Runner { uid, .. } => Some(uid),
+            User::Root | User::Own => None,
+        }
     }
 
     /// A command in the runner's directory, run as its user. Jobs inherit its environment, so the agent's own variables
@@ -59,7 +95,7 @@ impl Installation {
     fn command(&self, program: &str) -> Command {
         let mut command = match &self.user {
             User::Own | User::Root => Command::new(program),
-            User::Runner { group, home } => {
+            User::Runner { group, home, .. } => {
                 let mut command = Command::new("setpriv");
                 command.args(["--reuid=runner", &format!("--regid={group}"), "--init-groups", "--", program]);
                 command.env("HOME", home).env("USER", "runner").env("LOGNAME", "runner");
@@ -117,6 +153,36 @@ impl Installation {
         Ok(fs::remove_file(archive)?)
     }
 
+    /// Checks what the runner needs from the machine, before a claim waits for it: `config.sh` refuses to work without it.
+    /// It ends after that check when it is asked for the version.
+    pub async fn check(&self) -> Result<()> {
+        let kept = fs::read(self.dir.join(ENVIRONMENT)).ok();
+        if let Some(text) = kept {
+            write(&self.environment, &text)?;
+        }
+        let mut command = self.command("./config.sh");
+        match output(command.arg("--version"), limits::CONFIG_TIMEOUT, None).await {
+            Err(error) if error.to_string().contains(MISSING_LIBRARY) => Err(error.context(
+                "the image lacks libraries that GitHub's runner needs: install them in the image or in preRunnerScript \
+                 (libicu; on Amazon Linux 2023 `dnf install -y libicu`, on Debian, Ubuntu and others \
+                 `/opt/actions-runner/bin/installdependencies.sh`)",
+            )),
+            checked => checked.context("GitHub's runner does not start on this machine"),
+        }
+    }
+
+    /// Loads the runner's code once, so that the first registration does not wait for the disk.
+    pub async fn warm_up(&self) {
+        let listener = "./bin/Runner.Listener";
+        if self.dir.join(listener).exists() {
+            let mut command = self.command(listener);
+            match process::output(command.arg("warmup"), limits::WARM_UP_TIMEOUT).await {
+                Ok((status, _)) => tracing::info!(%status, "the runner is warmed up"),
+                Err(error) => tracing::warn!("the runner is not warmed up: {error:#}"),
+            }
+        }
+    }
+
     /// Registers the runner with the run's id as its only label.
     pub async fn configure(&self, url: &str, group: &str, token: &Token, name: &str, run_id: &str) -> Result<()> {
         // A comma would make it two labels, a leading dash an option.
@@ -134,11 +200,17 @@ impl Installation {
         self.config(command, token).await
     }
 
-    /// Removes the runner from GitHub.
+    /// Removes the runner from GitHub, where an admin may have removed it before.
     pub async fn remove(&self, token: &Token) -> Result<()> {
         let mut command = self.command("./config.sh");
         command.arg("remove");
-        self.config(command, token).await
+        match self.config(command, token).await {
+            Err(error) if error.downcast_ref::<Failed>().is_some_and(|failed| failed.log.contains(REMOVED_BEFORE)) => {
+                tracing::info!("GitHub did not have the runner any more");
+                Ok(())
+            }
+            removed => removed,
+        }
     }
 
     async fn config(&self, mut command: Command, token: &Token) -> Result<()> {
@@ -146,31 +218,62 @@ impl Installation {
         output(&mut command, limits::CONFIG_TIMEOUT, Some(token)).await.context("config.sh")
     }
 
-    /// Deletes the registration's files, including the runner's credentials.
+    /// Deletes the registration's files, including the runner's credentials, and the variables of its jobs.
     pub fn forget(&self) -> Result<()> {
-        for name in [".runner", ".credentials", ".credentials_rsaparams"] {
+        for name in REGISTRATION.iter().chain(&[ENVIRONMENT, ".path"]) {
             ignore_missing(fs::remove_file(self.dir.join(name))).with_context(|| format!("cannot remove {name}"))?;
+        }
+        if let Ok(text) = fs::read(&self.environment) {
+            let (path, owner) = (self.dir.join(ENVIRONMENT), fs::metadata(&self.dir)?);
+            write(&path, &text)?;
+            lchown(&path, Some(owner.uid()), Some(owner.gid()))?;
         }
         Ok(())
     }
 
-    /// Deletes the runner's work directory with everything that jobs left in it.
+    /// Whether there is a registration to start the runner with. The runner deletes it when GitHub does not know it.
+    pub fn is_configured(&self) -> bool {
+        [".runner", ".runner_migrated"].iter().any(|name| self.dir.join(name).exists())
+    }
+
+    /// Deletes what jobs left in the runner's directory: their work, and logs about them.
     pub async fn scrub(&self) -> Result<()> {
-        let work = self.dir.join("_work");
-        let removed = tokio::task::spawn_blocking(move || ignore_missing(fs::remove_dir_all(work))).await?;
-        removed.context("cannot empty the runner's work directory")
+        let dirs = ["_work", "_diag"].map(|name| self.dir.join(name));
+        let remove = move || dirs.iter().try_for_each(|dir| ignore_missing(fs::remove_dir_all(dir)));
+        tokio::task::spawn_blocking(remove).await?.context("cannot empty the runner's work directory")
+    }
+
+    /// The end of the runner's newest log about itself, which has the cause of an error. It is read by the runner's user,
+    /// who may have put a link there.
+    pub async fn diagnostics(&self) -> String {
+        let mut command = self.command("bash");
+        let newest = "ls -t _diag/Runner_*.log 2>/dev/null | head -n 1 | xargs -r tail -c 4096";
+        match process::output(command.args(["-c", newest]), limits::DIAGNOSTICS_TIMEOUT).await {
+            Ok((status, text)) if status.success() => text,
+            Ok(_) | Err(_) => String::new(),
+        }
     }
 
     /// Starts `run.sh` with an empty log. It outlives the agent, so that a restart does not interrupt a job.
     pub fn start(&self) -> Result<Child> {
         let log = File::create(&self.log).with_context(|| format!("cannot write {}", self.log.display()))?;
         let mut command = self.command("./run.sh");
+        command.env("ACTIONS_RUNNER_RETURN_VERSION_DEPRECATED_EXIT_CODE", "1");
         command.stdout(log.try_clone()?).stderr(log).spawn().context("cannot start run.sh")
     }
 
     pub fn log(&self) -> &Path {
         &self.log
     }
+}
+
+/// Writes a file that everyone may read in the place of what is there, even if that is a link.
+fn write(path: &Path, text: &[u8]) -> Result<()> {
+    let written = ignore_missing(fs::remove_file(path)).and_then(|()| {
+        let mut file = File::options().write(true).create_new(true).mode(0o644).open(path)?;
+        file.write_all(text)
+    });
+    written.with_context(|| format!("cannot write {}", path.display()))
 }
 
 fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
@@ -189,141 +292,20 @@ fn architecture(arch: &str) -> &str {
     }
 }
 
-/// Runs a command and logs its output with the token redacted. On failure, the error is the last line.
+/// Runs a command and logs its output with the token redacted.
 async fn output(command: &mut Command, limit: Duration, token: Option<&Token>) -> Result<()> {
     let program = command.as_std().get_program().to_string_lossy().into_owned();
     let (status, text) = process::output(command, limit).await.with_context(|| program.clone())?;
     let text = token.map_or(text.clone(), |token| text.replace(&token.0, "***"));
-    let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
-    for line in lines() {
+    for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
         tracing::info!("{program}: {line}");
     }
     if !status.success() {
-        bail!("{program} ended with {status}: {}", lines().next_back().unwrap_or("it said nothing"));
+        return Err(Failed::new(format!("{program} ended with {status}"), &text).into());
     }
     Ok(())
 }
 
 #[cfg(test)]
-mod tests {
-    use paddock_bed_process::write_program;
-
-    use super::*;
-
-    /// An installation whose `config.sh` and `run.sh` are the given script.
-    fn installation(script: &str) -> (tempfile::TempDir, Installation) {
-        let dir = tempfile::tempdir().unwrap();
-        for name in ["config.sh", "run.sh"] {
-            write_program(&dir.path().join(name), format!("#!/bin/bash\n{script}\n")).unwrap();
-        }
-        let installation = Installation { dir: dir.path().into(), log: dir.path().join("log"), user: User::Own };
-        (dir, installation)
-    }
-
-    #[tokio::test]
-    async fn i10_the_token_is_in_the_environment_of_config_sh_and_nowhere_else() {
-        let (dir, runner) =
-            installation("printf '%s ' \"$@\" >args; env >env; echo \"bad token $ACTIONS_RUNNER_INPUT_TOKEN\"; exit 1");
-        let token = Token("s3cr3t".into());
-        let error = runner.configure("https://github.com/acme", "", &token, "i-1", "77").await.unwrap_err();
-        assert_eq!(format!("{error:#}"), "config.sh: ./config.sh ended with exit status: 1: bad token ***");
-        let read = |name| fs::read_to_string(dir.path().join(name)).unwrap();
-        assert_eq!(
-            read("args"),
-            "--unattended --url https://github.com/acme --name i-1 --labels 77 --no-default-labels --replace \
-             --disableupdate "
-        );
-        assert!(read("env").contains("ACTIONS_RUNNER_INPUT_TOKEN=s3cr3t"));
-        runner.start().unwrap().wait().await.unwrap();
-        assert!(!read("env").contains("s3cr3t"));
-    }
-
-    #[tokio::test]
-    async fn a_registration_starts_from_nothing_even_where_the_last_was_cut_off() {
-        let (dir, runner) = installation("test ! -e .runner && test ! -e .credentials");
-        fs::write(dir.path().join(".runner"), "").unwrap();
-        fs::write(dir.path().join(".credentials"), "").unwrap();
-        runner.configure("https://github.com/acme", "", &Token("t".into()), "i-1", "77").await.unwrap();
-    }
-
-    #[tokio::test]
-    async fn what_is_no_single_label_is_never_registered() {
-        let (dir, runner) = installation("touch called");
-        for run_id in ["", "1,2", "--ephemeral", "-1", "1 2", "1\n", "$(id)", "ü"] {
-            let error =
-                runner.configure("https://github.com/acme", "", &Token("t".into()), "i-1", run_id).await.unwrap_err();
-            assert!(error.to_string().ends_with("cannot be a runner's label"), "{error}");
-        }
-        assert!(!dir.path().join("called").exists());
-    }
-
-    #[tokio::test]
-    async fn scrubbing_leaves_nothing_of_the_jobs() {
-        let (dir, runner) = installation("");
-        runner.scrub().await.unwrap();
-        fs::create_dir_all(dir.path().join("_work/repo/.git")).unwrap();
-        runner.scrub().await.unwrap();
-        assert!(!dir.path().join("_work").exists() && dir.path().join("config.sh").exists());
-    }
-
-    #[tokio::test]
-    async fn the_runner_joins_the_group_of_its_record() {
-        let (dir, runner) = installation("printf '%s\\n' \"$@\" >args");
-        runner.configure("https://github.com/acme", "R&D boards", &Token("t".into()), "i-1", "77").await.unwrap();
-        assert!(fs::read_to_string(dir.path().join("args")).unwrap().ends_with("--runnergroup\nR&D boards\n"));
-    }
-
-    /// Serves `body` to each request, and returns the address.
-    async fn serve(body: Vec<u8>) -> String {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}/runner.tar.gz", listener.local_addr().unwrap());
-        let app = axum::Router::new().fallback(async move || body);
-        tokio::spawn(async move { axum::serve(listener, app).await });
-        url
-    }
-
-    #[tokio::test]
-    async fn a_runner_is_installed_only_if_its_checksum_is_known_and_right() {
-        let (source, _) = installation("");
-        let archive = source.path().join("archive");
-        let mut tar = Command::new("tar");
-        assert!(
-            tar.arg("-czf")
-                .arg(&archive)
-                .args(["config.sh", "run.sh"])
-                .current_dir(&source)
-                .status()
-                .await
-                .unwrap()
-                .success()
-        );
-        let sum = Command::new("sha256sum").arg(&archive).output().await.unwrap().stdout;
-        let sum = String::from_utf8(sum).unwrap()[..64].to_owned();
-        let url = serve(fs::read(&archive).unwrap()).await;
-        let dir = tempfile::tempdir().unwrap();
-        let install = async |name: &str, architecture: &str, sha256: Option<&str>| {
-            let dir = dir.path().join(name);
-            let runner = Installation { dir: dir.clone(), log: dir.join("log"), user: User::Own };
-            let archive = RunnerArchive { url: url.clone(), sha256: sha256.map(str::to_owned) };
-            let installed = runner.install(&BTreeMap::from([(architecture.to_owned(), archive)])).await;
-            (dir.join("config.sh").exists(), installed.map_err(|error| format!("{error:#}")).err().unwrap_or_default())
-        };
-        let here = architecture(std::env::consts::ARCH);
-        assert_eq!(install("right", here, Some(&sum)).await, (true, String::new()));
-        let (there, error) = install("wrong", here, Some(&"0".repeat(64))).await;
-        assert!(!there && error.starts_with(&format!("what {url} serves does not have the checksum 000")), "{error}");
-        let (there, error) = install("unknown", here, None).await;
-        assert!(!there && error.ends_with("set runnerSha256 in the pool, or put a runner into the image"), "{error}");
-        let (there, error) = install("other", "riscv64", Some(&sum)).await;
-        assert!(!there && error.ends_with("put one into the image"), "{error}");
-    }
-
-    #[test]
-    fn the_runner_runs_as_the_user_that_the_image_made_for_it() {
-        let passwd = "root:x:0:0:root:/root:/bin/bash\nrunner:x:1001:1002:,,,:/home/runner:/bin/bash\n";
-        let runner = User::Runner { group: "1002".into(), home: "/home/runner".into() };
-        assert_eq!(User::of(0, passwd), runner);
-        assert_eq!(User::of(0, "root:x:0:0:root:/root:/bin/bash"), User::Root);
-        assert_eq!(User::of(1001, passwd), User::Own);
-    }
-}
+#[path = "runner_tests.rs"]
+mod tests;

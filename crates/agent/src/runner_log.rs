@@ -4,6 +4,7 @@ use std::{
     fs::File,
     io::{Read, Seek, SeekFrom},
     path::Path,
+    time::{Duration, Instant},
 };
 
 use crate::step::Runner;
@@ -15,11 +16,14 @@ pub struct RunnerLog {
     /// An incomplete last line.
     partial: Vec<u8>,
     phase: Option<Runner>,
+    version: Option<String>,
+    /// When it was found to listen; none once it had a job, which GitHub gives to no runner that it refuses.
+    listening_since: Option<Instant>,
 }
 
 impl RunnerLog {
-    /// Reads new lines and returns the runner's phase. An unreadable log leaves the phase unchanged.
-    pub fn phase(&mut self, path: &Path) -> Runner {
+    /// Reads new lines. An unreadable log changes nothing.
+    pub fn read(&mut self, path: &Path, now: Instant) {
         let mut new = Vec::new();
         let read = File::open(path).and_then(|mut file| {
             file.seek(SeekFrom::Start(self.read))?;
@@ -32,9 +36,36 @@ impl RunnerLog {
         if let Some(end) = self.partial.iter().rposition(|byte| *byte == b'\n') {
             let rest = self.partial.split_off(end + 1);
             let lines = std::mem::replace(&mut self.partial, rest);
-            self.phase = String::from_utf8_lossy(&lines).lines().rev().find_map(phase_of).or(self.phase);
+            String::from_utf8_lossy(&lines).lines().for_each(|line| self.follow(line, now));
         }
-        self.phase.unwrap_or(Runner::Starting)
+    }
+
+    fn follow(&mut self, line: &str, now: Instant) {
+        if let Some(version) = line.strip_prefix("Current runner version: '") {
+            self.version = version.strip_suffix('\'').map(str::to_owned);
+        }
+        let Some(phase) = phase_of(line) else { return };
+        match phase {
+            Runner::Idle if self.phase.is_none() => self.listening_since = Some(now),
+            Runner::Busy => self.listening_since = None,
+            _ => {}
+        }
+        self.phase = Some(phase);
+    }
+
+    /// The version of the runner, once it has told it.
+    pub fn version(&self) -> Option<&str> {
+        self.version.as_deref()
+    }
+
+    /// The runner's phase. It must have listened for `patience` before it counts as idle.
+    pub fn phase(&self, patience: Duration, now: Instant) -> Runner {
+        match self.phase {
+            Some(Runner::Idle) if self.listening_since.is_some_and(|since| now.duration_since(since) < patience) => {
+                Runner::Starting
+            }
+            phase => phase.unwrap_or(Runner::Starting),
+        }
     }
 }
 
@@ -64,7 +95,8 @@ mod tests {
         let mut log = RunnerLog::default();
         let mut after = |text: &str| {
             file.as_file().write_all(text.as_bytes()).unwrap();
-            log.phase(file.path())
+            log.read(file.path(), Instant::now());
+            log.phase(Duration::ZERO, Instant::now())
         };
         assert_eq!(after("\n√ Connected to GitHub\n\nCurrent runner version: '2.330.0'\n"), Runner::Starting);
         assert_eq!(after("2025-05-31 12:00:00Z: Listening for Jo"), Runner::Starting);
@@ -77,6 +109,33 @@ mod tests {
 
     #[test]
     fn a_missing_log_means_starting() {
-        assert_eq!(RunnerLog::default().phase(Path::new("/nonexistent")), Runner::Starting);
+        let mut log = RunnerLog::default();
+        log.read(Path::new("/nonexistent"), Instant::now());
+        assert_eq!(log.phase(Duration::ZERO, Instant::now()), Runner::Starting);
+    }
+
+    #[test]
+    fn a_runner_that_may_be_refused_is_idle_after_a_while_or_once_it_had_a_job() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let (mut log, start, patience) = (RunnerLog::default(), Instant::now(), Duration::from_secs(5));
+        let at = |second| start + Duration::from_secs(second);
+        let mut after = |text: &str, second| {
+            file.as_file().write_all(text.as_bytes()).unwrap();
+            log.read(file.path(), at(second));
+            (log.phase(patience, at(second)), log.version().map(str::to_owned))
+        };
+        let version = Some("2.330.0".to_owned());
+        assert_eq!(after("Current runner version: '2.330.0'\n", 0), (Runner::Starting, version.clone()));
+        assert_eq!(after("2025-05-31 12:00:00Z: Listening for Jobs\n", 1), (Runner::Starting, version.clone()));
+        assert_eq!(after("", 5), (Runner::Starting, version.clone()));
+        assert_eq!(after("", 6), (Runner::Idle, version.clone()));
+
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut log = RunnerLog::default();
+        let jobs = "2025-05-31 12:00:00Z: Listening for Jobs\n2025-05-31 12:00:01Z: Running job: a\n2025-05-31 \
+                    12:00:02Z: Job a completed with result: Succeeded\n";
+        file.as_file().write_all(jobs.as_bytes()).unwrap();
+        log.read(file.path(), start);
+        assert_eq!(log.phase(patience, start), Runner::Idle);
     }
 }

@@ -35,6 +35,8 @@ pub enum Runner {
     Absent,
     /// Configured; `run.sh` is not running.
     Stopped,
+    /// It has ended, and starting it again does not help.
+    Ended,
     /// `run.sh` is running but not yet listening for jobs.
     Starting,
     /// Listening for jobs.
@@ -172,7 +174,8 @@ fn start_serving<'a>(facts: &Facts<'a>, record: &'a Instance, run: &'a str, now:
 fn keep_serving<'a>(facts: &Facts<'a>, record: &'a Instance, own: &'a str, now: Timestamp) -> Action<'a> {
     match facts.runner {
         Runner::Absent => start_serving(facts, record, own, now),
-        Runner::Stopped if facts.reclaimed => Action::Wait,
+        Runner::Stopped | Runner::Ended if facts.reclaimed => Action::Wait,
+        Runner::Ended => facts.report(Signal::RegistrationFailed, own, Action::Wait),
         Runner::Stopped => facts.attempt(Action::StartRunner, Signal::RegistrationFailed, own, now),
         Runner::Starting => Action::Wait,
         Runner::Idle if facts.reclaimed => Action::StopRunner,
@@ -184,9 +187,9 @@ fn stop_serving<'a>(facts: &Facts<'a>, record: &'a Instance, own: &'a str, now: 
     // If the record names another run, its token is a registration token; registering with it replaces GitHub's entry.
     let sealed = match facts.runner {
         Runner::Starting | Runner::Idle | Runner::Busy => return Action::StopRunner,
-        Runner::Stopped if record.run_id.is_empty() && record.sealed.is_empty() => return Action::Wait,
-        Runner::Stopped if record.run_id.is_empty() => Some(record.sealed.as_str()),
-        Runner::Stopped | Runner::Absent => None,
+        Runner::Stopped | Runner::Ended if record.run_id.is_empty() && record.sealed.is_empty() => return Action::Wait,
+        Runner::Stopped | Runner::Ended if record.run_id.is_empty() => Some(record.sealed.as_str()),
+        Runner::Stopped | Runner::Ended | Runner::Absent => None,
     };
     facts.attempt(Action::Deregister { run: own, sealed }, Signal::DeregistrationFailed, own, now)
 }

@@ -55,6 +55,19 @@ fn the_script_comes_first_and_its_failure_keeps_the_instance_out() {
 }
 
 #[test]
+fn a_runner_that_has_ended_for_good_is_reported_once_and_leaves_with_its_run() {
+    let serving = seen(instance(State::Running, "A", ""));
+    let ended = Facts { serving: Some("A"), runner: Runner::Ended, ..facts(&serving) };
+    assert_eq!(step(&ended, now()), Action::Report(Signal::RegistrationFailed, "A"));
+    let said = Facts { reported: Some((Signal::RegistrationFailed, "A", 0)), ..ended.clone() };
+    assert_eq!(step(&said, now()), Action::Wait);
+    assert_eq!(step(&Facts { reclaimed: true, ..ended }, now()), Action::Wait);
+    let released = seen(instance(State::Idle, "", "token"));
+    let leaving = Facts { serving: Some("A"), runner: Runner::Ended, ..facts(&released) };
+    assert_eq!(step(&leaving, now()), Action::Deregister { run: "A", sealed: Some("token") });
+}
+
+#[test]
 fn a_release_is_reported_even_if_an_earlier_one_of_the_same_run_was() {
     let mut leaving = instance(State::Idle, "", "token");
     (leaving.leaving, leaving.claims) = ("A".into(), 2);

@@ -21,6 +21,17 @@ pub struct Store {
     arns: MachineArns,
 }
 
+/// What a heartbeat says.
+pub struct Beat<'a> {
+    pub public_key: &'a PublicKey,
+    /// EC2 takes the machine back.
+    pub reclaimed: bool,
+    /// When the agent sent its last signal.
+    pub signalled_at: Option<Timestamp>,
+    /// What is wrong with the machine and does not keep it from serving.
+    pub warning: &'a str,
+}
+
 impl Store {
     /// Connects with the instance's credentials, in the given region or the instance's own. Retries until the region is
     /// known.
@@ -56,17 +67,18 @@ impl Store {
         Ok(item.map(|item| Instance::from_item(&item)))
     }
 
-    pub async fn beat(&self, public_key: &PublicKey, reclaimed: bool, now: Timestamp) -> Result<()> {
-        let (instance_id, public_key) = (self.instance_id.clone(), Some(public_key.clone()));
-        let beat = Heartbeat { instance_id, updated_at: now, public_key, reclaimed };
+    pub async fn beat(&self, beat: Beat<'_>, now: Timestamp) -> Result<()> {
+        let Beat { public_key, reclaimed, signalled_at, warning } = beat;
+        let beat = Heartbeat::new(&self.instance_id, Some(public_key.clone()), now);
+        let beat = Heartbeat { reclaimed, signalled_at, warning: warning.to_owned(), ..beat };
         let put = self.client.put_item().table_name(&self.table).set_item(Some(beat.to_item(&self.arns))).send();
         put.await.map_err(plain).context("cannot write the heartbeat").map(drop)
     }
 
     pub async fn write_signal(&self, report: &Report, now: Timestamp) -> Result<()> {
-        let Report { signal, run_id, claims, reason, detail } = report.clone();
+        let Report { signal, run_id, claims, reason, detail, log } = report.clone();
         let signal = WorkerSignal::new(&self.instance_id, signal, &run_id, claims, now);
-        let signal = WorkerSignal { reason, detail, ..signal };
+        let signal = WorkerSignal { reason, detail, log, ..signal };
         let put = self.client.put_item().table_name(&self.table).set_item(Some(signal.to_item(&self.arns))).send();
         put.await.map_err(plain).context("cannot write the signal").map(drop)
     }

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 /// than 15 s, so two may be lost.
 pub const HEARTBEAT: Duration = Duration::from_secs(5);
 
-/// Interval at which the agent polls its record. A claim waits at most 10 s for the registration, which includes this
-/// interval; four small reads a second cost an instance less than a cent a day.
+/// Interval at which the agent polls its record. A claim waits for the registration, which includes this interval;
+/// four small reads a second cost an instance less than a cent a day.
 pub const POLL: Duration = Duration::from_millis(250);
 
 /// How long after its threshold an instance terminates itself. The operator terminates it at the threshold; the agent
@@ -39,9 +39,12 @@ pub struct AgentConfig {
     /// Its archives, by the architecture in their names.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub runner_archives: BTreeMap<String, RunnerArchive>,
-    /// The newest release, as GitHub lists it.
+    /// The newest release that GitHub lists. It refuses an older one some weeks after a newer one has appeared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listed_runner_version: Option<String>,
+    /// Whether jobs may reach the metadata service, and with it the instance's role.
+    #[serde(default)]
+    pub runner_metadata_access: bool,
     /// How long an instance may run without a record before it terminates itself.
     pub created_lifetime_seconds: u64,
     #[serde(default = "heartbeat_seconds")]
@@ -81,6 +84,7 @@ impl AgentConfig {
             runner_version: None,
             runner_archives: BTreeMap::new(),
             listed_runner_version: None,
+            runner_metadata_access: false,
             created_lifetime_seconds: created_lifetime.as_secs(),
             heartbeat_seconds: heartbeat_seconds(),
             poll_milliseconds: poll_milliseconds(),

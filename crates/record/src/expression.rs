@@ -97,7 +97,7 @@ impl Transition {
 }
 
 /// What transitions of an existing record may set.
-const MUTABLE_ATTRIBUTES: [&str; 14] = [
+const MUTABLE_ATTRIBUTES: [&str; 15] = [
     a::STATE,
     a::RUN_ID,
     a::THRESHOLD,
@@ -112,6 +112,7 @@ const MUTABLE_ATTRIBUTES: [&str; 14] = [
     a::RUNNER_GROUP,
     a::FAILURE_REASON,
     a::FAILURE_MESSAGE,
+    a::FAILURE_LOG,
 ];
 
 #[cfg(test)]

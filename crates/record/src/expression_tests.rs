@@ -115,7 +115,7 @@ fn an_instance_in_an_unknown_state_can_be_terminated_unless_its_state_has_change
     let mut item = instance(State::Idle).to_item();
     item.insert(a::STATE.to_owned(), AttributeValue::S("hibernated".into()));
     let seen = Instance::from_item(&item);
-    let expression = transition::terminate(&seen, "", "", now()).unwrap().expression(now());
+    let expression = transition::terminate(&seen, "", "", "", now()).unwrap().expression(now());
     assert!(evaluate(&expression.condition, &expression, &item));
     item.insert(a::STATE.to_owned(), AttributeValue::S("idle".into()));
     assert!(!evaluate(&expression.condition, &expression, &item));

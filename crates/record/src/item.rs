@@ -20,6 +20,9 @@ pub mod attribute {
     pub const SIGNAL: &str = "signal";
     pub const REASON: &str = "reason";
     pub const DETAIL: &str = "detail";
+    pub const LOG: &str = "log";
+    pub const SIGNALLED_AT: &str = "signalledAt";
+    pub const WARNING: &str = "warning";
     pub const PUBLIC_KEY: &str = "publicKey";
     pub const RECLAIMED: &str = "reclaimed";
     pub const RESOURCE_CLASS: &str = "resourceClass";
@@ -40,15 +43,17 @@ pub mod attribute {
     pub const RUNNER_GROUP: &str = "runnerGroup";
     pub const FAILURE_REASON: &str = "failureReason";
     pub const FAILURE_MESSAGE: &str = "failureMessage";
+    pub const FAILURE_LOG: &str = "failureLog";
     pub const INITIAL_RUN_ID: &str = "initialRunId";
     pub const GITHUB_URL: &str = "githubUrl";
 }
 use attribute as a;
 
 /// What is read of an agent's item. It may have other attributes, of any length.
-pub const REPORT_ATTRIBUTES: [&str; 6] = [a::PK, a::SK, a::VALUE, a::UPDATED_AT, a::PUBLIC_KEY, a::RECLAIMED];
+pub const REPORT_ATTRIBUTES: [&str; 8] =
+    [a::PK, a::SK, a::VALUE, a::UPDATED_AT, a::PUBLIC_KEY, a::RECLAIMED, a::SIGNALLED_AT, a::WARNING];
 
-/// The most that an agent's item may have in these attributes. An agent writes less than 2 KB; DynamoDB takes 400 KB.
+/// The most that an agent's item may have in these attributes. An agent writes less than 7 KB; DynamoDB takes 400 KB.
 const REPORT_SIZE_MAX: usize = 8 * 1024;
 
 /// How much of each text of an agent's item is kept.
@@ -133,6 +138,8 @@ pub struct Instance {
     /// Why it was terminated, as a reason and as a message; empty before that.
     pub failure_reason: String,
     pub failure_message: String,
+    /// The end of the machine's log, as far as it is known; empty before that.
+    pub failure_log: String,
 }
 
 /// The agent's heartbeat, with its public key and what it knows of the machine's end.
@@ -143,6 +150,11 @@ pub struct Heartbeat {
     pub public_key: Option<PublicKey>,
     /// EC2 has announced that it takes the spot machine back. An earlier version does not write it.
     pub reclaimed: bool,
+    /// The `updatedAt` of the agent's last signal: whether there is one that the operator has not read. None before it has
+    /// sent one.
+    pub signalled_at: Option<Timestamp>,
+    /// What is wrong with the machine and does not keep it from serving; empty if nothing is.
+    pub warning: String,
 }
 
 /// The agent's last result, and the run it is for.
@@ -160,10 +172,33 @@ pub struct WorkerSignal {
     pub reason: String,
     /// The error message of a failure; otherwise empty.
     pub detail: String,
+    /// The end of what the script or the runner wrote before a failure; otherwise empty.
+    pub log: String,
 }
 
 /// The reason if the machine could not be scrubbed after its run.
 pub const SCRUB: &str = "scrub";
+
+/// The reason if the runner has ended and starting it again does not help.
+pub const RUNNER_ENDED: &str = "runner";
+
+/// How many bytes of a log an agent sends, and a record keeps.
+pub const LOG_MAX: usize = 3 * 1024;
+
+/// The end of a log as an agent sends it.
+pub fn log_tail(log: &str) -> &str {
+    tail(log, LOG_MAX)
+}
+
+/// The end of a log, at most so many bytes, from the start of a line if it has several.
+pub fn tail(log: &str, max: usize) -> &str {
+    let log = log.trim_end();
+    let tail = &log[log.ceil_char_boundary(log.len().saturating_sub(max))..];
+    match tail.split_once('\n') {
+        Some((_, rest)) if tail.len() < log.len() => rest,
+        _ => tail,
+    }
+}
 
 impl Instance {
     /// Whether it is, or was last, in the service of this claim. A record without a uid is of an earlier version; there
@@ -202,6 +237,7 @@ impl Instance {
             (a::SCOPE, self.scope.clone()),
             (a::FAILURE_REASON, self.failure_reason.clone()),
             (a::FAILURE_MESSAGE, self.failure_message.clone()),
+            (a::FAILURE_LOG, self.failure_log.clone()),
         ];
         item.extend(texts.map(|(name, text)| (name.to_owned(), AttributeValue::S(text))));
         item.extend(
@@ -248,12 +284,19 @@ impl Instance {
             scope: read.text(a::SCOPE),
             failure_reason: read.text(a::FAILURE_REASON),
             failure_message: read.text(a::FAILURE_MESSAGE),
+            failure_log: read.text(a::FAILURE_LOG),
             instance_id: read.id,
         }
     }
 }
 
 impl Heartbeat {
+    /// Of an agent that has sent no signal and has nothing to warn of.
+    pub fn new(instance_id: &str, public_key: Option<PublicKey>, updated_at: Timestamp) -> Self {
+        let instance_id = instance_id.to_owned();
+        Self { instance_id, updated_at, public_key, reclaimed: false, signalled_at: None, warning: String::new() }
+    }
+
     pub fn to_item(&self, arns: &MachineArns) -> Item {
         let mut item = report_key(entity::HEARTBEAT, arns, &self.instance_id);
         item.insert(a::VALUE.into(), AttributeValue::S("PING".into()));
@@ -264,6 +307,12 @@ impl Heartbeat {
         if self.reclaimed {
             item.insert(a::RECLAIMED.into(), AttributeValue::Bool(true));
         }
+        if let Some(at) = self.signalled_at {
+            item.insert(a::SIGNALLED_AT.into(), AttributeValue::S(stamp(at)));
+        }
+        if !self.warning.is_empty() {
+            item.insert(a::WARNING.into(), AttributeValue::S(self.warning.clone()));
+        }
         item
     }
 
@@ -273,6 +322,8 @@ impl Heartbeat {
             updated_at: read.time(a::UPDATED_AT)?,
             public_key: PublicKey::parse(&read.text(a::PUBLIC_KEY)).ok(),
             reclaimed: item.get(a::RECLAIMED).and_then(|value| value.as_bool().ok()).is_some_and(|it| *it),
+            signalled_at: read.time(a::SIGNALLED_AT).ok(),
+            warning: read.text(a::WARNING),
             instance_id: read.id,
         })
     }
@@ -281,13 +332,14 @@ impl Heartbeat {
 impl WorkerSignal {
     pub fn new(instance_id: &str, signal: Signal, run_id: &str, claims: u32, updated_at: Timestamp) -> Self {
         let (instance_id, run_id, claims) = (instance_id.to_owned(), run_id.to_owned(), Some(claims));
-        Self { instance_id, signal, run_id, claims, updated_at, reason: String::new(), detail: String::new() }
+        let (reason, detail, log) = (String::new(), String::new(), String::new());
+        Self { instance_id, signal, run_id, claims, updated_at, reason, detail, log }
     }
 
     pub fn to_item(&self, arns: &MachineArns) -> Item {
         let mut item = report_key(entity::SIGNAL, arns, &self.instance_id);
         let value = [(a::SIGNAL, self.signal.to_string()), (a::RUN_ID, self.run_id.clone())];
-        let failure = [(a::REASON, self.reason.clone()), (a::DETAIL, self.detail.clone())];
+        let failure = [(a::REASON, self.reason.clone()), (a::DETAIL, self.detail.clone()), (a::LOG, self.log.clone())];
         let value = value.into_iter().chain(failure.into_iter().filter(|(_, text)| !text.is_empty()));
         let claims = self.claims.map(|claims| (a::CLAIMS.to_owned(), AttributeValue::N(claims.to_string())));
         let value = value.map(|(name, text)| (name.to_owned(), AttributeValue::S(text))).chain(claims).collect();
@@ -307,6 +359,7 @@ impl WorkerSignal {
             claims: value.contains_key(a::CLAIMS).then(|| inner.number(a::CLAIMS)),
             reason: inner.text(a::REASON),
             detail: inner.text(a::DETAIL),
+            log: inner.text(a::LOG),
             updated_at: outer.time(a::UPDATED_AT).unwrap_or(Timestamp::UNIX_EPOCH),
             instance_id: outer.id,
         })
@@ -356,123 +409,5 @@ impl<'a> Reader<'a> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use super::*;
-    use crate::{KeyPair, key::tests::arns};
-
-    /// A record with a value in every attribute.
-    pub(crate) fn instance(state: State) -> Instance {
-        Instance {
-            instance_id: "i-123456".into(),
-            state,
-            run_id: "7890".into(),
-            threshold: (state != State::Terminated).then(|| "2025-05-31T12:00:00Z".parse().unwrap()),
-            updated_at: "2025-05-31T11:50:00Z".parse().unwrap(),
-            pool: "ci/linux".into(),
-            claim: "build-7890".into(),
-            claim_uid: "7d2e".into(),
-            resource_class: "medium".into(),
-            instance_type: "c6i.large".into(),
-            usage_class: "spot".into(),
-            zone: "us-east-1a".into(),
-            cpu: 2,
-            mem: 4096,
-            github_url: "https://github.com/acme".into(),
-            runner_group: "EC2".into(),
-            template: "0a1b2c".into(),
-            image: "ami-12345678".into(),
-            sealed: "c2VhbGVk".into(),
-            public_key: Some(KeyPair::from_bytes([1; 32]).public()),
-            leaving: "7889".into(),
-            initial_run_id: "7000".into(),
-            claims: 3,
-            scope: "repository:acme/rocket".into(),
-            failure_reason: "heartbeat_stale".into(),
-            failure_message: "silent".into(),
-        }
-    }
-
-    #[test]
-    fn records_survive_a_round_trip() {
-        for state in State::ALL {
-            assert_eq!(Instance::from_item(&instance(*state).to_item()), instance(*state));
-        }
-        let time = "2025-05-31T12:00:00Z".parse().unwrap();
-        let public_key = Some(KeyPair::generate().public());
-        for reclaimed in [false, true] {
-            let public_key = public_key.clone();
-            let beat = Heartbeat { instance_id: "i-1".into(), updated_at: time, public_key, reclaimed };
-            assert_eq!(Heartbeat::from_item(&as_read(beat.to_item(&arns()))), Ok(beat));
-        }
-        let signal = WorkerSignal::new("i-1", Signal::Registered, "9", 2, time);
-        assert_eq!(WorkerSignal::from_item(&as_read(signal.to_item(&arns()))), Ok(signal.clone()));
-        let earlier = WorkerSignal { claims: None, ..signal.clone() };
-        assert_eq!(WorkerSignal::from_item(&as_read(earlier.to_item(&arns()))), Ok(earlier));
-        let failure = WorkerSignal { reason: SCRUB.into(), detail: "exit status: 1".into(), ..signal };
-        assert_eq!(WorkerSignal::from_item(&as_read(failure.to_item(&arns()))), Ok(failure));
-    }
-
-    /// What the operator reads of an agent's item.
-    fn as_read(mut item: Item) -> Item {
-        item.retain(|name, _| REPORT_ATTRIBUTES.contains(&name.as_str()));
-        item
-    }
-
-    #[test]
-    fn what_a_machine_wrote_is_cut_and_found_to_be_too_long() {
-        let honest = WorkerSignal { detail: "\u{1F4BE}".repeat(300), ..failure() };
-        assert!(!is_oversized(&honest.to_item(&arns())));
-        assert_eq!(WorkerSignal::from_item(&honest.to_item(&arns())), Ok(honest));
-        let flood = WorkerSignal { detail: format!("no disk {}", "\u{1F4BE}".repeat(90_000)), ..failure() };
-        let item = flood.to_item(&arns());
-        assert!(is_oversized(&item));
-        let read = WorkerSignal::from_item(&item).unwrap();
-        assert!(read.detail.starts_with("no disk") && read.detail.len() <= REPORT_TEXT_MAX);
-
-        let mut beat = report_key(entity::HEARTBEAT, &arns(), "i-1");
-        let list = AttributeValue::L(vec![AttributeValue::S("x".repeat(1000)); 9]);
-        beat.insert(a::UPDATED_AT.into(), AttributeValue::M(HashMap::from([("deep".to_owned(), list)])));
-        assert!(is_oversized(&beat));
-        beat.insert(a::UPDATED_AT.into(), AttributeValue::S("x".repeat(300_000)));
-        assert!(Heartbeat::from_item(&beat).unwrap_err().to_string().len() < 200);
-    }
-
-    fn failure() -> WorkerSignal {
-        WorkerSignal::new("i-1", Signal::ScriptFailed, "9", 1, Timestamp::UNIX_EPOCH)
-    }
-
-    #[test]
-    fn a_record_of_another_version_is_read() {
-        let mut item = instance(State::Idle).to_item();
-        item.retain(|name, _| [a::PK, a::SK, a::STATE, a::THRESHOLD].contains(&name.as_str()));
-        let read = Instance::from_item(&item);
-        assert_eq!((read.instance_id.as_str(), read.state, read.run_id.as_str()), ("i-123456", State::Idle, ""));
-        item.insert(a::THRESHOLD.into(), AttributeValue::S("never".into()));
-        item.insert(a::STATE.into(), AttributeValue::S("hibernated".into()));
-        let read = Instance::from_item(&item);
-        assert_eq!((read.state, read.threshold), (State::Unknown, None));
-        item.retain(|name, _| [a::PK, a::SK].contains(&name.as_str()));
-        assert_eq!(Instance::from_item(&item).state, State::Unknown);
-    }
-
-    #[test]
-    fn an_instance_serves_the_claim_of_its_uid_and_without_one_that_of_its_run() {
-        let serves = |claim_uid: &str, name, uid, run| {
-            let record = Instance { claim_uid: claim_uid.into(), ..instance(State::Running) };
-            record.serves(ClaimRef { name, uid, run })
-        };
-        assert!(serves("7d2e", "build-7890", "7d2e", "7890"));
-        assert!(!serves("7d2e", "build-7890", "made-again", "7890"), "a later claim of the same name and run");
-        assert!(!serves("7d2e", "another", "7d2e", "7890"));
-        assert!(serves("", "build-7890", "7d2e", "7890") && !serves("", "build-7890", "7d2e", "7891"));
-    }
-
-    #[test]
-    fn an_invalid_attribute_is_named_in_the_error() {
-        let mut item = report_key(entity::HEARTBEAT, &arns(), "i-123456");
-        assert_eq!(Heartbeat::from_item(&item).unwrap_err().to_string(), "attribute updatedAt of i-123456 is missing");
-        item.insert(a::UPDATED_AT.into(), AttributeValue::S("never".into()));
-        let error = Heartbeat::from_item(&item).unwrap_err();
-        assert_eq!((error.id.as_str(), error.attribute), ("i-123456", "updatedAt"));
-    }
-}
+#[path = "item_tests.rs"]
+pub(crate) mod tests;

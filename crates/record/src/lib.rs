@@ -16,7 +16,10 @@ pub mod transition;
 
 pub use config::{AgentConfig, EXPIRY_SLACK, HEARTBEAT, POLL, RunnerArchive};
 pub use expression::Expression;
-pub use item::{Heartbeat, Instance, ItemError, REPORT_ATTRIBUTES, SCRUB, WorkerSignal, attribute, is_oversized};
+pub use item::{
+    Heartbeat, Instance, ItemError, LOG_MAX, REPORT_ATTRIBUTES, RUNNER_ENDED, SCRUB, WorkerSignal, attribute,
+    is_oversized, log_tail, tail,
+};
 pub use key::{MachineArns, instance_key, report_key};
 pub use message::{Discard, IdleMessage};
 pub use seal::{KeyPair, PublicKey, SealError};

@@ -119,6 +119,7 @@ pub fn launch(
         scope: scope.to_owned(),
         failure_reason: String::new(),
         failure_message: String::new(),
+        failure_log: String::new(),
         run_id,
     };
     stored.is_none().then_some(Transition { seen: None, next })
@@ -200,8 +201,9 @@ pub fn pool(seen: &Instance) -> Option<Transition> {
     change(guard, seen, Instance { leaving: String::new(), sealed: String::new(), ..seen.clone() })
 }
 
-/// The instance is terminated. `leaving` is the run it may still be registered for, until [`runner_gone`].
-pub fn terminate(seen: &Instance, reason: &str, message: &str, now: Timestamp) -> Option<Transition> {
+/// The instance is terminated, for this reason and with the end of its log. `leaving` is the run it may still be
+/// registered for, until [`runner_gone`].
+pub fn terminate(seen: &Instance, reason: &str, message: &str, log: &str, now: Timestamp) -> Option<Transition> {
     let last_run = if seen.run_id.is_empty() { &seen.leaving } else { &seen.run_id };
     let next = Instance {
         state: State::Terminated,
@@ -212,6 +214,7 @@ pub fn terminate(seen: &Instance, reason: &str, message: &str, now: Timestamp) -
         leaving: last_run.clone(),
         failure_reason: reason.to_owned(),
         failure_message: message.to_owned(),
+        failure_log: log.to_owned(),
         ..seen.clone()
     };
     change(seen.state != State::Terminated, seen, next)

@@ -49,7 +49,7 @@ pub(crate) const FUNCTIONS: [(&str, Function); 10] = [
     ("make_idle", |seen| make_idle(seen, threshold(), now())),
     ("renew", |seen| renew(seen, threshold(), now())),
     ("pool", pool),
-    ("terminate", |seen| terminate(seen, "threshold_passed", "it expired", now())),
+    ("terminate", |seen| terminate(seen, "threshold_passed", "it expired", "the end", now())),
     ("runner_gone", runner_gone),
 ];
 
@@ -123,7 +123,7 @@ fn each_function_sets_what_the_table_says_and_keeps_the_rest() {
         (
             "terminate",
             State::Running,
-            &[STATE, RUN_ID, LEAVING, SEALED, FAILURE_REASON, FAILURE_MESSAGE, THRESHOLD, UPDATED_AT],
+            &[STATE, RUN_ID, LEAVING, SEALED, FAILURE_REASON, FAILURE_MESSAGE, FAILURE_LOG, THRESHOLD, UPDATED_AT],
         ),
         ("runner_gone", State::Terminated, &[LEAVING]),
     ];
@@ -156,6 +156,7 @@ fn a_launch_is_for_a_claim_or_warm() {
         leaving: String::new(),
         failure_reason: String::new(),
         failure_message: String::new(),
+        failure_log: String::new(),
         ..instance(State::Created)
     };
     assert_eq!((for_claim.seen(), for_claim.next()), (None, &expected));
@@ -221,7 +222,7 @@ fn a_claim_and_its_release_set_what_agents_act_on() {
 fn a_terminated_record_keeps_its_last_run_until_the_runner_is_gone() {
     let end = |run_id: &str, leaving: &str| {
         let seen = Instance { run_id: run_id.into(), leaving: leaving.into(), ..instance(State::Idle) };
-        terminate(&seen, "threshold_passed", "it expired", now()).unwrap().next().clone()
+        terminate(&seen, "threshold_passed", "it expired", "the end", now()).unwrap().next().clone()
     };
     for (run_id, leaving, last) in [("", "", ""), ("7890", "", "7890"), ("", "7889", "7889"), ("7890", "7889", "7890")]
     {

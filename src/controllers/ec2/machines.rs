@@ -14,7 +14,7 @@ use paddock_effects::{
     aws::{AwsError, dynamodb::WriteOutcome, ec2::Launched},
     clock,
 };
-use paddock_record::{ClaimRef, Identity, Instance, State, Transition, transition};
+use paddock_record::{ClaimRef, Identity, Instance, State, Transition, log_tail, transition};
 
 use super::{
     Ec2Context,
@@ -172,7 +172,8 @@ impl Ec2Context {
     /// After a crash in between, the sweep terminates machines whose record has ended.
     pub async fn end_instance(&self, id: &str, reason: FailureReason, why: &str) -> Result<(), AwsError> {
         let Some(machine) = self.ledger.get(id) else { return Ok(()) };
-        if let Some(ended) = transition::terminate(&machine.record, reason.as_str(), why, clock::now())
+        let log = self.last_words(&machine).await;
+        if let Some(ended) = transition::terminate(&machine.record, reason.as_str(), why, &log, clock::now())
             && let [WriteOutcome::Lost(_)] = self.ledger.apply(vec![ended]).await?[..]
         {
             // The record has changed, so the decision no longer applies.
@@ -181,6 +182,20 @@ impl Ec2Context {
         tracing::info!(instance = id, reason = reason.as_str(), why, "instance ended");
         self.machines.terminate(&[id.to_owned()]).await?;
         self.ledger.records.forget_report(id).await
+    }
+}
+
+impl Ec2Context {
+    /// What a machine said last: its agent or, before that has started, its console.
+    async fn last_words(&self, machine: &Machine) -> String {
+        let silent = machine.record.state == State::Created && !machine.has_spoken();
+        match machine.failure_log() {
+            "" if silent => match self.machines.console(&machine.record.instance_id).await {
+                Ok(output) => log_tail(&output).to_owned(),
+                Err(error) => format!("the output of its console cannot be read: {error}"),
+            },
+            log => log.to_owned(),
+        }
     }
 }
 

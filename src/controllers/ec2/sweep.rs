@@ -12,7 +12,7 @@ use std::{
 
 use futures::future::join_all;
 use paddock_core::{
-    api::{Hardware, RunnerPool},
+    api::{FailureReason, Hardware, RunnerPool},
     ec2::upkeep::{Ec2State, lost},
     names::PoolKey,
 };
@@ -80,7 +80,7 @@ async fn sweep(context: &Ec2Context, memory: &Memory) -> Result<(), Error> {
         let queues = pool.status.as_ref().map(|status| status.queues.clone()).unwrap_or_default();
         let old = &old;
         async move {
-            let compared = compare(context, &key, &described, old).await;
+            let compared = compare(context, pool, &key, &described, old).await;
             let restored = restore_messages(context, &key, &queues).await;
             context.pools.note_sweep(&key, compared.and(restored).map_err(aws_problem).err());
         }
@@ -125,6 +125,7 @@ fn age(
 /// Terminates instances of a pool without a live record, and ends records whose instance is gone.
 async fn compare(
     context: &Ec2Context,
+    pool: &RunnerPool,
     key: &PoolKey,
     described: &[Described],
     old: &HashSet<String>,
@@ -140,11 +141,19 @@ async fn compare(
     let ends = context.ledger.of_pool(key).into_iter().filter_map(|machine| {
         let id = machine.record.instance_id.clone();
         let instance = instances.get(id.as_str());
-        let state = instance.map(|instance| Ec2State { gone: instance.gone, reclaimed: instance.reclaimed });
-        lost(&machine, state, old.contains(&id)).map(|(reason, why)| (id, reason, why))
+        let state = instance.map(|instance| Ec2State {
+            gone: instance.gone,
+            reclaimed: instance.reclaimed,
+            reason: &instance.state_reason,
+        });
+        let failed_boot = machine.record.state == State::Created;
+        lost(&machine, state, old.contains(&id)).map(|(reason, why)| (id, reason, why, failed_boot))
     });
-    for (id, reason, why) in ends.take(MAX_ENDS).collect::<Vec<_>>() {
-        failures.note(context.end_instance(&id, reason, why).await);
+    for (id, reason, why, failed_boot) in ends.take(MAX_ENDS).collect::<Vec<_>>() {
+        if failed_boot && reason != FailureReason::SpotReclaimed {
+            context.pools.note_failed_boot(key, pool.metadata.generation, format!("{id}: {why}"));
+        }
+        failures.note(context.end_instance(&id, reason, &why).await);
     }
     failures.first()
 }

@@ -58,7 +58,7 @@ async fn flood(cloud: Cloud, id: String) -> Result<()> {
     let signal =
         WorkerSignal { detail: detail.clone(), ..WorkerSignal::new(&id, Signal::Registered, "1", 1, Timestamp::now()) };
     cloud.forge(&signal).await?;
-    let beat = Heartbeat { instance_id: id, updated_at: Timestamp::now(), public_key: None, reclaimed: false };
+    let beat = Heartbeat::new(&id, None, Timestamp::now());
     let mut item = beat.to_item(&machine_arns());
     item.insert(attribute::PUBLIC_KEY.into(), aws_sdk_dynamodb::types::AttributeValue::S(detail));
     cloud.put(item).await
@@ -108,12 +108,7 @@ pub async fn token_goes_to_the_first_key_of_its_machine(world: &World) -> Result
     let forged = KeyPair::from_bytes([9; 32]);
     let key = forged.public();
     let job = HostileJob::start(world, &id, move |cloud, id| {
-        let beat = Heartbeat {
-            instance_id: id,
-            updated_at: Timestamp::now(),
-            public_key: Some(key.clone()),
-            reclaimed: false,
-        };
+        let beat = Heartbeat::new(&id, Some(key.clone()), Timestamp::now());
         async move { cloud.put(beat.to_item(&machine_arns())).await }
     });
     let key = forged.public();

@@ -4,12 +4,16 @@ use anyhow::{Context, Result, ensure};
 use paddock::api::{
     ClaimPhase, FailureReason, HeartbeatState, PoolReason, RunnerClaimStatus, RunnerPoolStatus, Worker,
 };
+use paddock_bed::{
+    github::{JobRequest, Status},
+    stage::{ORGANIZATION, REPOSITORY},
+};
 use paddock_record::{Signal, State};
 use serde_json::json;
 
 use crate::fixture::{
     ec2_pool::{Ec2Pool, POOL, is_pooled, pool_why, why},
-    world::World,
+    world::{DEADLINE, World},
 };
 
 /// Machines that fail after their launch are shown in the pool's condition, and launched less and less often: after a
@@ -198,5 +202,29 @@ pub async fn scripts_and_run_ids_are_data_whatever_they_contain(world: &World) -
     pool.release("build").await?;
     pool.until_pooled(1).await?;
     ensure!(world.stage.machines.root(&id).join("it's \"scrubbed\"").exists(), "the scrub script ran as written");
+    pool.clean_up().await
+}
+
+/// User data runs at the first boot only: after a reboot the agent comes back as a unit of systemd, and its runner takes jobs.
+pub async fn machine_serves_its_claim_after_a_reboot(world: &World) -> Result<()> {
+    world.stage.machines.set_systemd(true);
+    let pool = Ec2Pool::new(world, json!({ "minIdle": 1, "maxInstances": 1 })).await;
+    world.stage.machines.set_systemd(false);
+    let pool = pool?;
+    pool.claim("build", "8640", json!({})).await?;
+    let id = pool.until_phase("build", ClaimPhase::Ready).await?.workers[0].name.clone();
+    world.stage.machines.reboot(&id)?;
+    let job = world.stage.github.queue_job(JobRequest {
+        owner: ORGANIZATION.into(),
+        repo: REPOSITORY.into(),
+        labels: vec!["8640".into()],
+        duration_ms: Some(10),
+        ..JobRequest::default()
+    })?;
+    let job = world.stage.github.until_job(job.id, DEADLINE, |job| job.status == Status::Completed).await?;
+    ensure!(job.taken_by.is_some_and(|taker| taker.runner_name == id), "{:?}", pool.running());
+    ensure!(pool.claim_status("build").await?.phase == Some(ClaimPhase::Ready));
+    pool.release("build").await?;
+    pool.until_pooled(1).await?;
     pool.clean_up().await
 }

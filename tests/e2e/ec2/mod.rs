@@ -8,6 +8,7 @@ pub mod drift;
 pub mod expiry;
 pub mod faults;
 pub mod interruption;
+pub mod last_words;
 pub mod launch;
 pub mod machine;
 pub mod orders;

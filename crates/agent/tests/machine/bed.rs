@@ -61,11 +61,31 @@ pub struct Setup {
     pub table: bool,
     /// The table is reached through a proxy alone.
     pub proxy: bool,
+    /// The runner's version, and the newest that GitHub lists.
+    pub versions: Option<(&'static str, &'static str)>,
+    /// What `config.sh` says about a library that the image lacks.
+    pub missing: Option<&'static str>,
+    /// The number of the image's user `runner`, if it has one.
+    pub runner_uid: Option<u32>,
+    /// What `iptables`, `ip6tables` and `nft` do after they have noted their arguments.
+    pub firewall: &'static str,
+    pub metadata_access: bool,
 }
 
 impl Default for Setup {
     fn default() -> Self {
-        Self { script: "", scrub: None, age: None, table: true, proxy: false }
+        Self {
+            script: "",
+            scrub: None,
+            age: None,
+            table: true,
+            proxy: false,
+            versions: None,
+            missing: None,
+            runner_uid: None,
+            firewall: "exit 1",
+            metadata_access: false,
+        }
     }
 }
 
@@ -112,16 +132,32 @@ impl Bed {
         for dir in [&bin, &state] {
             fs::create_dir_all(dir)?;
         }
-        let own = std::env::current_exe()?;
-        write_runner_dir(&root.join("opt/actions-runner"), &[&own.to_string_lossy(), "stand-in"])?;
+        let (own, runner) = (std::env::current_exe()?, root.join("opt/actions-runner"));
+        write_runner_dir(&runner, &[&own.to_string_lossy(), "stand-in"])?;
+        if let Some((version, _)) = setup.versions {
+            fs::write(runner.join(".version"), version)?;
+        }
+        if let Some(missing) = setup.missing {
+            fs::write(runner.join(".missing"), format!("{missing}\n"))?;
+        }
         let shutdown = format!("#!/bin/sh\necho \"$*\" >>'{}/shutdown'\n", root.display());
         write_program(&bin.join("shutdown"), &shutdown)?;
+        for tool in ["iptables", "ip6tables", "nft"] {
+            let stub = format!("#!/bin/sh\necho \"{tool} $*\" >>'{}/firewall'\n{}\n", root.display(), setup.firewall);
+            write_program(&bin.join(tool), &stub)?;
+        }
+        if let Some(uid) = setup.runner_uid {
+            let user = format!("runner:x:{uid}:{uid}::/home/runner:/bin/sh\n");
+            fs::write(root.join("passwd"), fs::read_to_string("/etc/passwd")? + &user)?;
+        }
 
         let lifetime = setup.age.map_or(Duration::from_secs(600), |(_, lifetime)| lifetime);
         let config = AgentConfig {
             table: table.clone(),
             pre_runner_script: setup.script.to_owned(),
             scrub_script: setup.scrub.map(str::to_owned),
+            listed_runner_version: setup.versions.map(|(_, latest)| latest.to_owned()),
+            runner_metadata_access: setup.metadata_access,
             heartbeat_seconds: 1,
             ..AgentConfig::new("bed", "ci/linux", lifetime)
         };
@@ -141,7 +177,11 @@ impl Bed {
             command.args(["--user", "--map-root-user"]);
         }
         command.args(["--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]);
-        command.arg("while :; do \"$0\" --config var/lib/paddock/config.json; echo $? >>exits; sleep 0.1; done");
+        // The machine has its own mounts.
+        let image = "if [ -e passwd ]; then mount --bind passwd /etc/passwd || exit 1; fi";
+        command.arg(format!(
+            "{image}\nwhile :; do \"$0\" --config var/lib/paddock/config.json; echo $? >>exits; sleep 0.1; done"
+        ));
         command.arg(env!("CARGO_BIN_EXE_paddock-agent")).current_dir(&root).env_clear();
         command.env("PATH", format!("{}:{}", bin.display(), std::env::var("PATH")?));
         command.env("HOME", &root).env("PADDOCK_ROOT", &root).env("PADDOCK_LOG_FORMAT", "json");
@@ -177,6 +217,15 @@ impl Bed {
 }
 
 impl Machine<'_> {
+    /// Deletes its runner at GitHub, as an admin would.
+    pub async fn delete_runner(&self) -> Result<()> {
+        let id = self.bed.github.runner(&self.id).context("it has no runner")?.id;
+        let url = format!("{}/orgs/{OWNER}/actions/runners/{id}", self.bed.github.api_url());
+        let delete = reqwest::Client::new().delete(url).bearer_auth(&self.bed.github_token).header("user-agent", "bed");
+        delete.send().await?.error_for_status()?;
+        Ok(())
+    }
+
     pub async fn create_table(&self) -> Result<()> {
         let mut create =
             self.bed.dynamodb.create_table().table_name(&self.table).billing_mode(BillingMode::PayPerRequest);
@@ -247,6 +296,14 @@ impl Machine<'_> {
         .await
     }
 
+    /// The failure that the agent reports.
+    pub async fn failure(&self, signal: Signal, run: &str) -> Result<WorkerSignal> {
+        self.until(&format!("{signal} for {run:?}"), async || {
+            Ok(self.signal().await?.filter(|sent| sent.signal == signal && sent.run_id == run))
+        })
+        .await
+    }
+
     /// Waits until `check` finds something; the error shows the last signal and the agent's log.
     pub async fn until<T>(&self, what: &str, check: impl AsyncFnMut() -> Result<Option<T>>) -> Result<T> {
         match Wait::at_most(DEADLINE).until(what, check).await {
@@ -261,6 +318,12 @@ impl Machine<'_> {
 
     pub fn file(&self, below: &str) -> String {
         fs::read_to_string(self.root.join(below)).unwrap_or_default()
+    }
+
+    /// The runner's logs about itself.
+    pub fn diagnostics(&self) -> String {
+        let dir = fs::read_dir(self.path("opt/actions-runner/_diag")).into_iter().flatten().flatten();
+        dir.filter_map(|file| fs::read_to_string(file.path()).ok()).collect()
     }
 
     pub fn path(&self, below: &str) -> PathBuf {

@@ -11,7 +11,7 @@ use jiff::{SignedDuration, Timestamp};
 use libtest_mimic::{Arguments, Trial};
 use nix::sys::signal::Signal as UnixSignal;
 use paddock_bed_github::{Conclusion, JobRequest, Status};
-use paddock_record::{KeyPair, Signal, State};
+use paddock_record::{KeyPair, RUNNER_ENDED, Signal, State};
 
 const DEADLINE: Duration = Duration::from_secs(180);
 const AHEAD: SignedDuration = SignedDuration::from_mins(5);
@@ -44,11 +44,17 @@ fn main() -> ExitCode {
         a_job_outlives_the_agent_and_the_next_agent_takes_it_over,
         a_token_sealed_to_another_key_registers_nothing,
         a_failed_script_keeps_the_instance_out,
+        a_machine_without_a_library_says_what_to_install,
         a_failed_scrub_is_no_deregistration,
         another_run_takes_the_machine_over_without_a_removal_token,
         an_idle_runner_ends_with_its_agent_and_comes_back_with_the_next,
         a_runner_that_dies_is_started_again,
+        a_refused_version_is_reported_and_never_counts_as_registered,
+        a_refusal_of_the_newest_version_is_an_outage,
+        a_runner_that_an_admin_deleted_is_reported_with_its_own_words,
         a_reclaimed_spot_instance_finishes_its_job_and_takes_no_other,
+        the_runners_user_is_kept_away_from_the_metadata_service,
+        a_machine_that_cannot_keep_jobs_away_says_why,
         an_expired_instance_shuts_down,
         a_terminated_instance_shuts_down,
         an_instance_without_a_record_shuts_down_in_time,
@@ -77,6 +83,7 @@ async fn a_machine_serves_one_run_after_another(bed: &Bed) -> Result<()> {
     machine.record(State::Created, "", "", AHEAD).await?;
     machine.reports(Signal::ScriptOk, "").await?;
     ensure!(machine.file("prepared") == "once\n");
+    ensure!(machine.diagnostics().contains("Load assembly"), "the runner was not warmed up");
 
     for run in ["9001", "9002"] {
         machine.claim(run).await?;
@@ -90,7 +97,12 @@ async fn a_machine_serves_one_run_after_another(bed: &Bed) -> Result<()> {
             repo: "app".into(),
             labels: vec![run.into()],
             // I10: no environment variable of the agent reaches a job.
-            script: Some("touch left-behind; ! env | grep -E '^(AWS_|PADDOCK_|ACTIONS_RUNNER_INPUT_)'".into()),
+            // Nor does a variable of the last claim's jobs.
+            script: Some(
+                "touch left-behind; ! env | grep -E '^(AWS_|PADDOCK_|ACTIONS_RUNNER_INPUT_|LEFT_BEHIND)'; echo \
+                 LEFT_BEHIND=1 >>../.env"
+                    .into(),
+            ),
             ..JobRequest::default()
         })?;
         let job = bed.github.until_job(job.id, DEADLINE, |job| job.status == Status::Completed).await?;
@@ -100,9 +112,9 @@ async fn a_machine_serves_one_run_after_another(bed: &Bed) -> Result<()> {
         machine.release().await?;
         machine.reports(Signal::Deregistered, run).await?;
         ensure!(bed.github.runner(&machine.id).is_none());
-        ensure!(
-            !machine.path("opt/actions-runner/_work").exists() && !machine.path("opt/actions-runner/.runner").exists()
-        );
+        for name in ["_work", "_diag", ".runner", ".credentials", ".env", ".path"] {
+            ensure!(!machine.path("opt/actions-runner").join(name).exists(), "{name} is left of run {run}");
+        }
     }
     ensure!(!machine.contains_token(), "I10: a token is on the machine");
     Ok(())
@@ -163,11 +175,9 @@ async fn a_token_sealed_to_another_key_registers_nothing(bed: &Bed) -> Result<()
 async fn a_failed_script_keeps_the_instance_out(bed: &Bed) -> Result<()> {
     let machine = bed.boot(Setup { script: "echo no compiler; exit 3", ..Setup::default() }).await?;
     machine.record(State::Created, "9301", "", AHEAD).await?;
-    machine
-        .until("the failure", async || {
-            Ok(machine.signal().await?.filter(|sent| sent.signal == Signal::ScriptFailed).map(drop))
-        })
-        .await?;
+    let failure = machine.failure(Signal::ScriptFailed, "9301").await?;
+    let detail = "the pre-runner script: ended with exit status: 3: no compiler";
+    ensure!(failure.detail == detail && failure.log == "no compiler", "{failure:?}");
     machine.claim("9301").await?;
     // Heartbeats continue; a working machine would have registered by the second one.
     for _ in 0..2 {
@@ -178,6 +188,16 @@ async fn a_failed_script_keeps_the_instance_out(bed: &Bed) -> Result<()> {
     }
     ensure!(bed.github.runner(&machine.id).is_none());
     ensure!(machine.log().contains("no compiler") && machine.log().contains("exit status: 3"), "{}", machine.log());
+    Ok(())
+}
+
+async fn a_machine_without_a_library_says_what_to_install(bed: &Bed) -> Result<()> {
+    let missing = Some("Libicu's dependencies is missing for Dotnet Core 6.0");
+    let machine = bed.boot(Setup { missing, ..Setup::default() }).await?;
+    machine.record(State::Created, "", "", AHEAD).await?;
+    let failure = machine.failure(Signal::ScriptFailed, "").await?;
+    ensure!(failure.detail.contains("dnf install -y libicu"), "{failure:?}");
+    ensure!(failure.log.contains("Libicu's dependencies is missing"), "{failure:?}");
     Ok(())
 }
 
@@ -231,6 +251,55 @@ async fn a_runner_that_dies_is_started_again(bed: &Bed) -> Result<()> {
     bed.github.until_online(&machine.id, true, DEADLINE).await
 }
 
+async fn a_refused_version_is_reported_and_never_counts_as_registered(bed: &Bed) -> Result<()> {
+    bed.github.refuse_version("2.100.0");
+    let machine = bed.boot(Setup { versions: Some(("2.100.0", "2.336.0")), ..Setup::default() }).await?;
+    machine.claim("9711").await?;
+    let failure = machine.failure(Signal::RegistrationFailed, "9711").await?;
+    ensure!(failure.reason == RUNNER_ENDED, "{failure:?}");
+    ensure!(
+        failure.detail.contains("GitHub refuses version 2.100.0 of the runner, the newest is 2.336.0"),
+        "{failure:?}"
+    );
+    ensure!(failure.log.contains("is deprecated and cannot receive messages"), "{failure:?}");
+    ensure!(failure.log.contains("_diag:"), "{failure:?}");
+    ensure!(!machine.log().contains(Signal::Registered.as_str()), "it counted as registered");
+    machine.release().await?;
+    machine.reports(Signal::Deregistered, "9711").await?;
+    ensure!(bed.github.runner(&machine.id).is_none());
+    Ok(())
+}
+
+async fn a_refusal_of_the_newest_version_is_an_outage(bed: &Bed) -> Result<()> {
+    bed.github.refuse_version("2.101.0");
+    let machine = bed.boot(Setup { versions: Some(("2.101.0", "2.101.0")), ..Setup::default() }).await?;
+    machine.claim("9721").await?;
+    let failure = machine.failure(Signal::RegistrationFailed, "9721").await?;
+    ensure!(failure.reason.is_empty() && failure.detail.contains("the runner has ended"), "{failure:?}");
+    bed.github.accept_version("2.101.0");
+    machine.reports(Signal::Registered, "9721").await?;
+    bed.github.until_online(&machine.id, true, DEADLINE).await
+}
+
+async fn a_runner_that_an_admin_deleted_is_reported_with_its_own_words(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup::default()).await?;
+    machine.claim("9731").await?;
+    machine.reports(Signal::Registered, "9731").await?;
+    bed.github.until_online(&machine.id, true, DEADLINE).await?;
+    machine.delete_runner().await?;
+    let failure = machine.failure(Signal::RegistrationFailed, "9731").await?;
+    ensure!(failure.reason == RUNNER_ENDED, "{failure:?}");
+    ensure!(failure.detail.contains("deleted at GitHub (The runner no longer exists on the server"), "{failure:?}");
+    // The next heartbeat says that there is a signal to read.
+    machine
+        .until("a heartbeat with the signal's time", async || {
+            Ok((machine.heartbeat().await?.signalled_at == Some(failure.updated_at)).then_some(()))
+        })
+        .await?;
+    machine.release().await?;
+    machine.reports(Signal::Deregistered, "9731").await
+}
+
 async fn a_reclaimed_spot_instance_finishes_its_job_and_takes_no_other(bed: &Bed) -> Result<()> {
     let machine = bed.boot(Setup::default()).await?;
     machine.claim("9801").await?;
@@ -245,6 +314,48 @@ async fn a_reclaimed_spot_instance_finishes_its_job_and_takes_no_other(bed: &Bed
     let job = bed.github.until_job(job, DEADLINE, |job| job.status == Status::Completed).await?;
     ensure!(job.conclusion == Some(Conclusion::Success), "{job:?}");
     bed.github.until_online(&machine.id, false, DEADLINE).await
+}
+
+async fn the_runners_user_is_kept_away_from_the_metadata_service(bed: &Bed) -> Result<()> {
+    let user = Setup { runner_uid: Some(4242), ..Setup::default() };
+    // There is no such rule yet.
+    let machine = bed.boot(Setup { firewall: "case \"$*\" in *-C*) exit 1 ;; esac", ..user }).await?;
+    ensure!(machine.heartbeat().await?.warning.is_empty(), "{}", machine.log());
+    let rule = |address: &str| format!("OUTPUT{address} -m owner --uid-owner 4242 -j REJECT");
+    let (v4, v6) = ("-d 169.254.169.254", "-d fd00:ec2::254");
+    let calls = [
+        format!("iptables -w 5 -C {}", rule(&format!(" {v4}"))),
+        format!("iptables -w 5 -I {}", rule(&format!(" 1 {v4}"))),
+        format!("ip6tables -w 5 -C {}", rule(&format!(" {v6}"))),
+        format!("ip6tables -w 5 -I {}", rule(&format!(" 1 {v6}"))),
+    ];
+    ensure!(machine.file("firewall").lines().eq(calls), "{}", machine.file("firewall"));
+
+    // Where there is nft alone.
+    let user = Setup { runner_uid: Some(4242), ..Setup::default() };
+    let machine = bed.boot(Setup { firewall: "case $0 in */nft) ;; *) exit 1 ;; esac", ..user }).await?;
+    ensure!(machine.heartbeat().await?.warning.is_empty(), "{}", machine.log());
+    for address in ["ip daddr 169.254.169.254", "ip6 daddr fd00:ec2::254"] {
+        let rule = format!("add rule inet paddock output meta skuid 4242 {address} reject");
+        ensure!(machine.file("firewall").contains(&rule), "{}", machine.file("firewall"));
+    }
+
+    let user = Setup { runner_uid: Some(4242), ..Setup::default() };
+    let machine = bed.boot(Setup { metadata_access: true, ..user }).await?;
+    ensure!(machine.heartbeat().await?.warning.is_empty(), "{}", machine.log());
+    ensure!(machine.file("firewall").is_empty(), "{}", machine.file("firewall"));
+    Ok(())
+}
+
+async fn a_machine_that_cannot_keep_jobs_away_says_why(bed: &Bed) -> Result<()> {
+    let machine = bed.boot(Setup::default()).await?;
+    let warning = machine.heartbeat().await?.warning;
+    ensure!(warning.contains("the image has no user called runner"), "{warning}");
+    let user = Setup { runner_uid: Some(4242), firewall: "echo no owner match; exit 2", ..Setup::default() };
+    let machine = bed.boot(user).await?;
+    let warning = machine.heartbeat().await?.warning;
+    ensure!(warning.contains("neither iptables nor nft could") && warning.contains("no owner match"), "{warning}");
+    Ok(())
 }
 
 async fn an_expired_instance_shuts_down(bed: &Bed) -> Result<()> {

@@ -243,6 +243,9 @@ pub const CLOCK_SKEW: &str = "ClockSkew";
 /// The type of a pool's condition that is True while its runner is older than the one that GitHub lists.
 pub const RUNNER_OUTDATED: &str = "RunnerOutdated";
 
+/// The type of a pool's condition that is True while jobs can reach the metadata service although the pool keeps them away.
+pub const METADATA_ACCESS: &str = "MetadataAccess";
+
 /// Adds `condition` to `conditions`, or replaces the one of its type; the transition time moves only when the status
 /// does, so that an unchanged object is not written again.
 pub fn set_condition(conditions: &mut Vec<Condition>, mut condition: Condition) {

@@ -138,6 +138,10 @@ pub struct Ec2Pool {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "ca_bundle_schema")]
     pub ca_bundle: Option<String>,
+
+    /// Who on a machine may reach the metadata service, and with it the role of the instance profile.
+    #[serde(default)]
+    pub metadata: Metadata,
 }
 
 impl Ec2Pool {
@@ -321,4 +325,22 @@ pub enum ReuseScope {
 pub struct Fallback {
     /// Whether a claim for spot machines may get on-demand ones, which cost more, when there are none.
     pub spot_to_on_demand: bool,
+}
+
+/// Who on a machine may reach the metadata service, and with it the role of the instance profile.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, rename_all = "camelCase")]
+pub struct Metadata {
+    /// How many hops away its answers reach: with `1` no container on a bridge, which is one hop further.
+    #[schemars(range(min = 1, max = 64))]
+    pub hop_limit: u8,
+    /// Whether jobs may reach it. If not, the agent refuses it to the user `runner` by a firewall rule; a pool whose image
+    /// cannot do that has the condition `MetadataAccess`.
+    pub runner_access: bool,
+}
+
+impl Default for Metadata {
+    fn default() -> Self {
+        Self { hop_limit: 1, runner_access: false }
+    }
 }

@@ -26,11 +26,12 @@ pub use claim::{
     ClaimPhase, ClaimWorker, Job, PhaseTimes, RunnerClaim, RunnerClaimSpec, RunnerClaimStatus, WorkerSource,
 };
 pub use common::{
-    CLOCK_SKEW, Duration, Owner, OwnerType, READY, RUNNER_NAME_MAX, RUNNER_OUTDATED, Runner, SecretRef, UsageClass,
-    clip, condition, head, ready_condition, set_condition,
+    CLOCK_SKEW, Duration, METADATA_ACCESS, Owner, OwnerType, READY, RUNNER_NAME_MAX, RUNNER_OUTDATED, Runner,
+    SecretRef, UsageClass, clip, condition, head, ready_condition, set_condition,
 };
 pub use ec2::{
-    Agent, Ec2Defaults, Ec2GitHub, Ec2Pool, Ec2Timeouts, Fallback, Lifetimes, ResourceClass, Reuse, ReuseScope,
+    Agent, Ec2Defaults, Ec2GitHub, Ec2Pool, Ec2Timeouts, Fallback, Lifetimes, Metadata, ResourceClass, Reuse,
+    ReuseScope,
 };
 pub use failure::{ContainerEnd, FAILURE_MESSAGE_MAX, Failure, LOG_TAIL_MAX, PodEvent};
 pub use generate::{crds, crds_yaml};

@@ -135,7 +135,8 @@ pub struct RunnerPoolStatus {
 
     /// `Ready` says whether the pool can serve claims, and why not. `ClockSkew` is True while the operator's clock or that
     /// of an EC2 machine differs by more than 30 s. `RunnerOutdated` is True while the pool's `runnerVersion` is older than the
-    /// one that GitHub lists.
+    /// one that GitHub lists. `MetadataAccess` is True while jobs of an EC2 machine can reach the metadata service although
+    /// `metadata.runnerAccess` is false.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "conditions_schema")]
     pub conditions: Vec<Condition>,

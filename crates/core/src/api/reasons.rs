@@ -97,6 +97,8 @@ reasons! {
         WorkerLost = "WorkerLost",
         /// EC2 has announced that it takes a spot machine of the claim back. It finishes its job if it can, and takes no other.
         SpotInterruption = "SpotInterruption",
+        /// A runner ended while it served the claim; its machine starts it again.
+        RunnerEnded = "RunnerEnded",
         /// The machines served the claim for as long as they may.
         MaxRuntimeReached = "MaxRuntimeReached",
         /// GitHub does not know the job any more.
@@ -145,6 +147,8 @@ reasons! {
         RegistrationTimeout = "registration_timeout",
         /// The machine said that it could not register.
         RegistrationFailed = "registration_failed",
+        /// The machine's runner ended for good while it served a claim: GitHub refuses its version, or an admin deleted it.
+        RunnerEnded = "runner_ended",
         /// The machine did not leave GitHub in time after its release.
         DeregistrationTimeout = "deregistration_timeout",
         /// The machine said that it could not leave GitHub.

@@ -402,7 +402,8 @@ fn acquire(facts: &ClaimFacts, supply: &Supply, now: Timestamp) -> ClaimAction {
     } else if missing == 0 {
         if unsealed.is_empty() { ClaimAction::AwaitAgents } else { ClaimAction::Seal(unsealed) }
     } else if lost_created(facts) {
-        let message = format!("{missing} of {count} created machines were lost before they were ready");
+        let message =
+            format!("{missing} of {count} created machines were lost before they were ready{}", losses(facts));
         ClaimAction::Finish(ClaimPhase::Failed, ClaimReason::WorkerLost, message)
     } else if count > supply.spec.max_instances {
         let max = supply.spec.max_instances;
@@ -427,6 +428,14 @@ fn acquire(facts: &ClaimFacts, supply: &Supply, now: Timestamp) -> ClaimAction {
 fn lost_created(facts: &ClaimFacts) -> bool {
     let is_held = |id: &String| facts.held().any(|machine| machine.record.instance_id == *id);
     facts.status.fleet.as_ref().is_some_and(|order| !order.instance_ids.iter().all(is_held))
+}
+
+/// Why machines that were launched for the claim are gone, as far as their records say.
+fn losses(facts: &ClaimFacts) -> String {
+    let ours = |id: &String| facts.status.fleet.as_ref().is_some_and(|order| order.instance_ids.contains(id));
+    let ended = facts.machines.iter().map(|machine| &machine.record).filter(|record| record.state == State::Terminated);
+    let ended = ended.filter(|record| ours(&record.instance_id) && !record.failure_message.is_empty());
+    ended.map(|record| format!("; {}: {}", record.instance_id, record.failure_message)).collect()
 }
 
 /// Machines that a claim holds but does not need: those beyond its count, as after a late write of a former leader, and

@@ -2,7 +2,7 @@
 
 use jiff::Timestamp;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use paddock_record::{Instance, State};
+use paddock_record::{Instance, Signal, State};
 
 use super::{
     capacity_memory::with_retry,
@@ -122,14 +122,13 @@ pub fn status(facts: &ClaimFacts, action: &ClaimAction, applied: &Applied, now: 
         }
         (ClaimAction::Serve, _) => {
             list_workers(&mut status, facts);
-            let message = format!("{count} of {count} runners are registered for run {}", facts.claim.spec.run_id);
-            enter(&mut status, ClaimPhase::Ready, ClaimReason::Ready, &message);
+            enter(&mut status, ClaimPhase::Ready, ClaimReason::Ready, &all_registered(facts));
             status.failed_tries = None;
         }
         (ClaimAction::Watch, _) => {
             list_workers(&mut status, facts);
             note_interruptions(&mut status, facts.held(), &lost(facts), now);
-            if let Some((phase, reason, message)) = losses(facts) {
+            if let Some((phase, reason, message)) = losses(facts).or_else(|| ended_runners(facts)) {
                 enter(&mut status, phase, reason, &message);
             }
         }
@@ -212,6 +211,29 @@ fn losses(facts: &ClaimFacts) -> Option<(ClaimPhase, ClaimReason, String)> {
     Some((ClaimPhase::Ready, reason, message))
 }
 
+/// What a Ready claim says while a runner is started again, and once all are back.
+fn ended_runners(facts: &ClaimFacts) -> Option<(ClaimPhase, ClaimReason, String)> {
+    let ended = facts.held().filter(|machine| {
+        machine.record.state == State::Running && machine.signalled(Signal::RegistrationFailed, &machine.record.run_id)
+    });
+    let ended: Vec<_> = ended.map(|machine| machine.with_detail(&machine.record.instance_id)).collect();
+    let ready = facts.status.conditions.iter().find(|condition| condition.type_ == READY);
+    let was_said = ready.is_some_and(|ready| ready.reason == ClaimReason::RunnerEnded.as_str());
+    match ended[..] {
+        [] if was_said => Some((ClaimPhase::Ready, ClaimReason::Ready, all_registered(facts))),
+        [] => None,
+        _ => {
+            let message = format!("runners have ended and are started again: {}", ended.join("; "));
+            Some((ClaimPhase::Ready, ClaimReason::RunnerEnded, message))
+        }
+    }
+}
+
+fn all_registered(facts: &ClaimFacts) -> String {
+    let count = facts.claim.spec.count;
+    format!("{count} of {count} runners are registered for run {}", facts.claim.spec.run_id)
+}
+
 /// The records of machines that this claim had when it became Ready, and that were terminated since.
 fn lost<'a>(facts: &ClaimFacts<'a>) -> Vec<&'a Instance> {
     let created = facts.claim.metadata.creation_timestamp.as_ref().map_or(Timestamp::MIN, |time| time.0);
@@ -245,9 +267,10 @@ fn describe(lost: &[&Instance]) -> String {
     each.collect::<Vec<_>>().join("; ")
 }
 
-/// The reason and message about lost machines of a claim that stays Ready, unless it was reported before.
+/// The reason and message about lost machines or runners of a claim that stays Ready, unless it was reported before.
 pub fn newly_lost<'a>(before: &RunnerClaimStatus, after: &'a RunnerClaimStatus) -> Option<(&'a str, &'a str)> {
-    const LOSSES: [&str; 2] = [ClaimReason::WorkerLost.as_str(), ClaimReason::SpotInterruption.as_str()];
+    const LOSSES: [&str; 3] =
+        [ClaimReason::WorkerLost.as_str(), ClaimReason::SpotInterruption.as_str(), ClaimReason::RunnerEnded.as_str()];
     let ready = |status: &'a RunnerClaimStatus| status.conditions.iter().find(|condition| condition.type_ == READY);
     let lost = ready(after).filter(|condition| LOSSES.contains(&condition.reason.as_str()))?;
     let is_reported =

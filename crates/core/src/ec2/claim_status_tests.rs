@@ -12,7 +12,7 @@ use crate::{
     },
     fixtures::{
         boards::with,
-        ec2::{at, beat, ec2_claim, ready_pool, record, tracked},
+        ec2::{at, beat, ec2_claim, ready_pool, record, said, tracked},
     },
 };
 
@@ -238,6 +238,25 @@ fn a_loss_is_reported_once() {
     assert_eq!(newly_lost(&status, &after(&claim, &machines, &ClaimAction::Watch, &Applied::Done)), None);
     let over = after(&claim, &[], &ClaimAction::Watch, &Applied::Done);
     assert_eq!(newly_lost(&status, &over), None, "the event of its phase reports that");
+}
+
+#[test]
+fn a_runner_that_ended_is_shown_until_it_is_back() {
+    let mut claim = claim_in(ClaimPhase::Ready, json!({}));
+    let before = initial(&claim, at(1));
+    let mut failing = machine("i-1", State::Running);
+    let mut signal = said(Signal::RegistrationFailed, &failing.record.run_id);
+    (signal.claims, signal.detail) = (Some(failing.record.claims), "the runner has ended (no route)".into());
+    failing.report.signal = Some(signal);
+    let machines = [failing, machine("i-2", State::Running)];
+    let watch = |claim: &RunnerClaim, machines: &[Machine]| after(claim, machines, &ClaimAction::Watch, &Applied::Done);
+    let status = watch(&claim, &machines);
+    let message = "runners have ended and are started again: i-1: the runner has ended (no route)";
+    assert_eq!(summary(&status), (ClaimPhase::Ready, "RunnerEnded", message));
+    assert_eq!(newly_lost(&before, &status), Some(("RunnerEnded", message)));
+    claim.status = Some(status);
+    let back = watch(&claim, &[machine("i-1", State::Running), machine("i-2", State::Running)]);
+    assert_eq!(summary(&back).1, "Ready");
 }
 
 #[test]

@@ -25,6 +25,8 @@ pub struct TemplateRequest {
     pub security_group_ids: Vec<String>,
     pub block_devices: Vec<BlockDevice>,
     pub public_address: Option<bool>,
+    /// How many hops the answers of the metadata service go.
+    pub hop_limit: u8,
     /// In base64, as EC2 takes it.
     pub user_data: String,
     /// Of instances and volumes.
@@ -123,6 +125,7 @@ pub fn template(
         security_group_ids: pool.security_group_ids.clone(),
         block_devices: pool.block_devices.clone(),
         public_address: pool.public_address,
+        hop_limit: pool.metadata.hop_limit,
         user_data,
         tags: [("Name".into(), format!("paddock {key}"))]
             .into_iter()

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
-use paddock_record::{Heartbeat, IdleMessage, Instance, PublicKey, Signal, State, WorkerSignal};
+use paddock_record::{
+    Heartbeat, IdleMessage, Instance, LOG_MAX, PublicKey, RUNNER_ENDED, Signal, State, WorkerSignal, tail,
+};
 
 use super::reuse_scope;
 use crate::{
@@ -159,7 +161,7 @@ impl Machine {
     }
 
     /// Whether its agent has ever sent a heartbeat. An earlier leader may have seen it.
-    pub(super) fn has_spoken(&self) -> bool {
+    pub fn has_spoken(&self) -> bool {
         self.report.heartbeat.is_some() || self.record.public_key.is_some()
     }
 
@@ -227,6 +229,28 @@ impl Machine {
             None | Some("") => what.to_owned(),
             Some(detail) => format!("{what}: {}", head(detail, DETAIL_MAX)),
         }
+    }
+
+    /// What the machine said last before a failure; empty if it did not say anything.
+    pub fn failure_log(&self) -> &str {
+        self.report.signal.as_ref().map_or("", |signal| tail(&signal.log, LOG_MAX))
+    }
+
+    /// Whether the runner that serves this run has ended, and starting it again does not help.
+    pub(super) fn runner_is_over(&self, run_id: &str) -> bool {
+        let for_good = self.report.signal.as_ref().is_some_and(|signal| signal.reason == RUNNER_ENDED);
+        for_good && self.signalled(Signal::RegistrationFailed, run_id)
+    }
+
+    /// Whether its agent has written a signal that was not read.
+    pub fn has_unread_signal(&self) -> bool {
+        let written = self.signalled_at();
+        written.is_some() && written != self.report.signal.as_ref().map(|signal| signal.updated_at)
+    }
+
+    /// When its agent wrote its last signal, by the agent's heartbeat and clock.
+    pub fn signalled_at(&self) -> Option<Timestamp> {
+        self.report.heartbeat.as_ref()?.signalled_at
     }
 
     pub fn heartbeat_is_fresh(&self, timeouts: &Ec2Timeouts) -> bool {

@@ -1,6 +1,6 @@
 //! The status of an EC2 pool.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 use jiff::Timestamp;
 use paddock_record::State;
@@ -8,8 +8,8 @@ use paddock_record::State;
 use super::{drift::is_outdated, machine::Machine, runner_release, worker_status::counts};
 use crate::{
     api::{
-        CLOCK_SKEW, PoolKind, PoolReason, RUNNER_OUTDATED, RunnerPool, RunnerPoolStatus, condition, ready_condition,
-        set_condition,
+        CLOCK_SKEW, METADATA_ACCESS, PoolKind, PoolReason, RUNNER_OUTDATED, RunnerPool, RunnerPoolStatus, condition,
+        head, ready_condition, set_condition,
     },
     clock_skew::{self, Skews},
 };
@@ -45,6 +45,11 @@ pub fn status(
     for (type_, bad, (reason, good, message)) in [
         (CLOCK_SKEW, clock_skew::message(skews), ("ClocksDiffer", "ClocksAgree", "no clock differs much any more")),
         (RUNNER_OUTDATED, outdated, ("NewerRunner", "NewestRunner", "the runner is the one that GitHub lists")),
+        (
+            METADATA_ACCESS,
+            warnings(machines),
+            ("MetadataReachable", "MetadataBlocked", "no machine warns of it any more"),
+        ),
     ] {
         // Absent unless it was bad before.
         let known = status.conditions.iter().any(|known| known.type_ == type_);
@@ -56,6 +61,21 @@ pub fn status(
         set_condition(&mut status.conditions, shown);
     }
     status
+}
+
+/// How much of a machine's warning is shown, and how many different ones.
+const WARNING_MAX: usize = 300;
+const WARNINGS_MAX: usize = 3;
+
+/// What live machines warn of: each text once, so that it stays the same while machines come and go.
+fn warnings(machines: &[Machine]) -> Option<String> {
+    let live = machines.iter().filter(|machine| machine.record.state != State::Terminated);
+    let warnings = live.filter_map(|machine| machine.report.heartbeat.as_ref()).map(|beat| beat.warning.as_str());
+    let warnings: BTreeSet<_> =
+        warnings.filter(|warning| !warning.is_empty()).map(|warning| head(warning, WARNING_MAX)).collect();
+    let shown: Vec<_> = warnings.into_iter().take(WARNINGS_MAX).collect();
+    (!shown.is_empty())
+        .then(|| format!("{} (allow it with metadata.runnerAccess, or change the image)", shown.join("; ")))
 }
 
 /// What a deleted pool waits for before its machines are terminated.
@@ -76,12 +96,13 @@ pub fn deletion_waits_for(machines: &[Machine]) -> Option<PoolProblem> {
 mod tests {
     use jiff::SignedDuration;
     use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+    use paddock_record::Heartbeat;
 
     use super::*;
     use crate::{
         api::{READY, RunnerRelease},
         clock_skew::SkewedClock,
-        fixtures::ec2::{at, ready_pool, record, tracked},
+        fixtures::ec2::{at, beat, ready_pool, record, tracked},
     };
 
     fn machine(id: &str, state: State, claim: &str, leaving: &str) -> Machine {
@@ -137,6 +158,29 @@ mod tests {
         assert_eq!(outdated_with(None), None);
         assert_eq!(outdated_with(Some(at(0))).as_deref(), Some("True"));
         assert_eq!(outdated_with(None).as_deref(), Some("False"));
+    }
+
+    #[test]
+    fn a_pool_says_that_jobs_reach_the_metadata_service_once_for_all_its_machines() {
+        let mut pool = ready_pool();
+        let warning = |id: &str, warning: &str| {
+            let mut machine = machine(id, State::Idle, "", "");
+            machine.report.heartbeat = Some(Heartbeat { warning: warning.into(), ..beat(at(0)) });
+            machine
+        };
+        let mut shown = |machines: &[Machine]| {
+            let status = status(&pool, initial(&pool), machines, None, &Skews::new(), at(0));
+            pool.status = Some(status.clone());
+            let found = status.conditions.into_iter().find(|condition| condition.type_ == METADATA_ACCESS);
+            found.map(|condition| (condition.status, condition.message))
+        };
+        assert_eq!(shown(&[warning("i-1", "")]), None);
+        let one = shown(&[warning("i-1", "no iptables")]).unwrap();
+        assert!(one.0 == "True" && one.1.starts_with("no iptables (allow it with"), "{one:?}");
+        assert_eq!(shown(&[warning("i-2", "no iptables"), warning("i-3", "no iptables")]).unwrap(), one);
+        let mut ended = warning("i-1", "no iptables");
+        ended.record.state = State::Terminated;
+        assert_eq!(shown(&[ended]).unwrap().0, "False");
     }
 
     #[test]

@@ -61,6 +61,10 @@ pub fn upkeep(tracked: &Machine, pool: &Ec2Pool, keep: bool, now: Timestamp) -> 
         }
         // A warm machine between its two transitions.
         State::Running if record.run_id.is_empty() => Upkeep::Warm,
+        // Nothing runs on it, and nothing will.
+        State::Running if tracked.runner_is_over(&record.run_id) => {
+            Upkeep::End(FailureReason::RunnerEnded, tracked.with_detail("its runner has ended for good"))
+        }
         State::Idle if !record.leaving.is_empty() => {
             let limit = SignedDuration::from(pool.timeouts.deregistration);
             if tracked.signalled(Signal::Deregistered, &record.leaving) && tracked.is_reclaimed() {
@@ -108,32 +112,43 @@ pub fn is_abandoned(record: &Instance, claim_exists: impl Fn(&Instance) -> bool)
 
 /// An instance as EC2 describes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Ec2State {
+pub struct Ec2State<'a> {
     /// It is terminated, or about to be.
     pub gone: bool,
     /// EC2 reclaimed the spot instance.
     pub reclaimed: bool,
+    /// EC2's reason for its state, as code and message; empty if it gives none.
+    pub reason: &'a str,
 }
+
+/// EC2's code for a machine that has shut itself down.
+const SHUT_ITSELF_DOWN: &str = "Client.InstanceInitiatedShutdown";
 
 /// Why the machine of a record is gone, if it is. `missing_for_long`: EC2 has not listed it for a while; it shows a new
 /// instance late. One that EC2 announced to take back was taken back, whatever EC2 says of it later.
-pub fn lost(
-    tracked: &Machine,
-    seen: Option<Ec2State>,
-    missing_for_long: bool,
-) -> Option<(FailureReason, &'static str)> {
-    let took_back = Some((FailureReason::SpotReclaimed, "EC2 took the spot machine back"));
-    match (tracked.record.state, seen) {
-        (State::Terminated, _) => None,
-        (_, Some(Ec2State { gone: false, .. })) => None,
-        (_, None) if !missing_for_long => None,
-        (_, Some(Ec2State { reclaimed, .. })) if reclaimed || tracked.is_reclaimed() => took_back,
-        (_, None) if tracked.is_reclaimed() => took_back,
-        (_, Some(Ec2State { .. })) => {
-            Some((FailureReason::InstanceGone, "the machine was terminated, and not by Paddock"))
+pub fn lost(tracked: &Machine, seen: Option<Ec2State>, missing_for_long: bool) -> Option<(FailureReason, String)> {
+    let reclaimed = tracked.is_reclaimed();
+    let (reason, what, why) = match (tracked.record.state, seen) {
+        (State::Terminated, _) => return None,
+        (_, Some(Ec2State { gone: false, .. })) => return None,
+        (_, None) if !missing_for_long => return None,
+        (_, Some(Ec2State { reclaimed: listed, reason, .. })) if listed || reclaimed => {
+            (FailureReason::SpotReclaimed, "EC2 took the spot machine back", reason)
         }
-        (_, None) => Some((FailureReason::InstanceGone, "EC2 does not have the machine any more")),
-    }
+        (_, None) if reclaimed => (FailureReason::SpotReclaimed, "EC2 took the spot machine back", ""),
+        (_, Some(Ec2State { reason, .. })) if reason.starts_with(SHUT_ITSELF_DOWN) => {
+            let what = match tracked.has_spoken() {
+                true => "the machine has shut itself down",
+                false => "the machine has shut itself down before its agent had started: the end of its log says why",
+            };
+            (FailureReason::InstanceGone, what, reason)
+        }
+        (_, Some(Ec2State { reason, .. })) => {
+            (FailureReason::InstanceGone, "the machine was terminated, and not by Paddock", reason)
+        }
+        (_, None) => (FailureReason::InstanceGone, "EC2 does not have the machine any more", ""),
+    };
+    Some((reason, if why.is_empty() { what.to_owned() } else { format!("{what} ({why})") }))
 }
 
 /// Whether the record of a terminated machine is deleted. It is kept longer while its runner may still be registered,

@@ -1,4 +1,4 @@
-use paddock_record::{Heartbeat, KeyPair, WorkerSignal};
+use paddock_record::{Heartbeat, KeyPair, RUNNER_ENDED, WorkerSignal};
 
 use super::*;
 use crate::fixtures::ec2::{at, beat, leaving, pool, record, said, tracked};
@@ -129,8 +129,9 @@ fn a_machine_that_has_served_its_claims_ends_once_it_has_left_github() {
 #[test]
 fn a_lost_machine_has_its_reason_and_a_new_one_is_not_missed_yet() {
     use FailureReason::{InstanceGone, SpotReclaimed};
-    let (alive, gone) = (Ec2State { gone: false, reclaimed: false }, Ec2State { gone: true, reclaimed: false });
-    let reclaimed = Ec2State { gone: true, reclaimed: true };
+    let alive = Ec2State { gone: false, reclaimed: false, reason: "" };
+    let gone = Ec2State { gone: true, ..alive };
+    let reclaimed = Ec2State { reclaimed: true, ..gone };
     for (state, seen, missing_for_long, reason) in [
         (State::Running, Some(alive), true, None),
         (State::Running, Some(gone), false, Some(InstanceGone)),
@@ -178,6 +179,39 @@ fn a_machine_that_ec2_takes_back_ends_at_once_unless_it_serves_or_leaves() {
     assert_eq!(upkeep(&it, &pool(), true, at(2)), Upkeep::Leave, "its runner leaves GitHub first");
     it.report.signal = Some(said(Signal::Deregistered, RUN));
     assert!(ends(&it));
+}
+
+#[test]
+fn of_a_machine_that_shut_itself_down_ec2s_reason_is_shown() {
+    let reason = "Client.InstanceInitiatedShutdown: Instance initiated shutdown";
+    let gone = Some(Ec2State { gone: true, reclaimed: false, reason });
+    let mut it = tracked(record("i-1", State::Created, RUN, at(0)));
+    let said = |it: &Machine| lost(it, gone, false).unwrap().1;
+    assert!(said(&it).starts_with("the machine has shut itself down before its agent had started"), "{}", said(&it));
+    assert!(said(&it).ends_with(&format!("({reason})")), "{}", said(&it));
+    it.report.heartbeat = Some(beat(at(0)));
+    assert_eq!(said(&it), format!("the machine has shut itself down ({reason})"));
+}
+
+#[test]
+fn a_machine_whose_runner_has_ended_for_good_ends_and_one_that_starts_it_again_does_not() {
+    let mut it = tracked(record("i-1", State::Running, RUN, at(0)));
+    let ended = WorkerSignal {
+        reason: RUNNER_ENDED.into(),
+        detail: "the runner was deleted at GitHub".into(),
+        ..said(Signal::RegistrationFailed, RUN)
+    };
+    it.report.signal = Some(ended.clone());
+    let message = "its runner has ended for good: the runner was deleted at GitHub".to_owned();
+    assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::End(FailureReason::RunnerEnded, message));
+    for other in [
+        WorkerSignal { reason: String::new(), ..ended.clone() },
+        WorkerSignal { run_id: "another".into(), ..ended.clone() },
+        WorkerSignal { claims: Some(9), ..ended },
+    ] {
+        it.report.signal = Some(other.clone());
+        assert_eq!(upkeep(&it, &pool(), false, at(1)), Upkeep::Leave, "{other:?}");
+    }
 }
 
 #[test]

@@ -246,6 +246,7 @@ mod tests {
                     RunnerArchive { url: texts[8].clone(), sha256: Some(texts[9].clone()) },
                 )]),
                 listed_runner_version: Some(texts[10].clone()),
+                runner_metadata_access: true,
                 created_lifetime_seconds: numbers[0],
                 heartbeat_seconds: numbers[1],
                 poll_milliseconds: numbers[2],
@@ -290,7 +291,11 @@ mod tests {
         let stub = "#!/bin/sh\necho \"$*\" >>\"$PADDOCK_ROOT/systemctl\"\n";
         write_program(&root.path().join("bin/systemctl"), stub).unwrap();
         fs::create_dir_all(root.path().join("run/systemd/system")).unwrap();
-        let run = bash(&user_data(&config(""), &serve(agent.clone()), &hex(&agent), Network::default()).unwrap(), &[], root.path());
+        let run = bash(
+            &user_data(&config(""), &serve(agent.clone()), &hex(&agent), Network::default()).unwrap(),
+            &[],
+            root.path(),
+        );
         assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
         let read = |name: &str| fs::read_to_string(root.path().join(name)).unwrap_or_default();
         let calls = "daemon-reload\nenable paddock-agent.service\nstart --no-block paddock-agent.service\n";

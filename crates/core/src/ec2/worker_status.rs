@@ -8,8 +8,8 @@ use paddock_record::{Instance, State};
 use super::machine::Machine;
 use crate::api::{
     Ec2Pool, Ec2Worker, FAILURE_MESSAGE_MAX, Failure, FailureReason, Heartbeat, HeartbeatState, InstanceInfo,
-    LABEL_CLAIM, LABEL_POOL, Runner, RunnerPool, SCOPE_MAX, UsageClass, Worker, WorkerCounts, WorkerSpec, WorkerState,
-    WorkerStatus, clip, head,
+    LABEL_CLAIM, LABEL_POOL, LOG_TAIL_MAX, Runner, RunnerPool, SCOPE_MAX, UsageClass, Worker, WorkerCounts, WorkerSpec,
+    WorkerState, WorkerStatus, clip, head,
 };
 
 /// A record's state as its Worker shows it.
@@ -99,7 +99,8 @@ fn seconds(time: Timestamp) -> Time {
 fn failure(record: &Instance) -> Option<Failure> {
     let reason: FailureReason = serde_json::from_value(record.failure_reason.clone().into()).ok()?;
     let message = clip(&record.failure_message, FAILURE_MESSAGE_MAX);
-    Some(Failure { reason, message, containers: Vec::new(), events: Vec::new(), log_tail: None })
+    let log_tail = (!record.failure_log.is_empty()).then(|| head(&record.failure_log, LOG_TAIL_MAX));
+    Some(Failure { reason, message, containers: Vec::new(), events: Vec::new(), log_tail })
 }
 
 /// Whether the agent is alive and since when; a beat alone changes nothing, so that it causes no write.

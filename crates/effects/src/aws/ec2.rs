@@ -10,6 +10,7 @@ use aws_sdk_ec2::{
     Client,
     types::{Filter, InstanceStateName, ResourceType, Tag, TagSpecification},
 };
+use base64::{Engine, prelude::BASE64_STANDARD};
 use paddock_core::{
     api::{Ec2Pool, LaunchTemplate, TAG_CLUSTER, TAG_POOL, UsageClass},
     ec2::{launch_error::Cause, zones::Subnet},
@@ -69,6 +70,8 @@ pub struct Described {
     pub gone: bool,
     /// EC2 reclaimed the spot instance.
     pub reclaimed: bool,
+    /// EC2's reason for its state, as code and message; empty if there is none.
+    pub state_reason: String,
     /// Its tag with the pool (`namespace/name`); empty without one.
     pub pool: String,
     pub instance_type: String,
@@ -127,6 +130,14 @@ impl Machines {
         Ok(found)
     }
 
+    /// What an instance has written to its console, as far as EC2 has it: it keeps up to 64 KB, for an hour after the end.
+    pub async fn console(&self, id: &str) -> Result<String, AwsError> {
+        let answer = self.client.get_console_output().instance_id(id).send().await.map_err(word("GetConsoleOutput"))?;
+        let output = BASE64_STANDARD.decode(answer.output.unwrap_or_default()).unwrap_or_default();
+        // A terminal's line ends.
+        Ok(String::from_utf8_lossy(&output).replace('\r', ""))
+    }
+
     /// Terminates instances. An unknown id is no error. EC2 refuses a whole call for one unknown or protected instance;
     /// then each gets a call of its own, so that it does not save the others, and the first error is returned.
     pub async fn terminate(&self, ids: &[String]) -> Result<(), AwsError> {
@@ -161,11 +172,15 @@ fn described(instance: aws_sdk_ec2::types::Instance) -> Option<Described> {
     );
     let tags = instance.tags.unwrap_or_default();
     let pool = tags.into_iter().find(|tag| tag.key.as_deref() == Some(TAG_POOL)).and_then(|tag| tag.value);
+    let reason = instance.state_reason.map(|reason| (reason.code, reason.message)).unwrap_or_default();
+    let (code, message) = (reason.0.unwrap_or_default(), reason.1.unwrap_or_default());
     let spot = matches!(instance.instance_lifecycle, Some(aws_sdk_ec2::types::InstanceLifecycleType::Spot));
     Some(Described {
         id: instance.instance_id?,
         gone,
-        reclaimed: instance.state_reason.and_then(|reason| reason.code).is_some_and(|code| code == SPOT_RECLAIMED),
+        reclaimed: code == SPOT_RECLAIMED,
+        // The message repeats the code.
+        state_reason: if message.starts_with(&code) { message } else { format!("{code}: {message}") },
         pool: pool.unwrap_or_default(),
         instance_type: instance.instance_type.map(|kind| kind.as_str().to_owned()).unwrap_or_default(),
         zone: instance.placement.and_then(|placement| placement.availability_zone).unwrap_or_default(),

@@ -135,6 +135,7 @@ fn template_data(wanted: &TemplateRequest) -> RequestLaunchTemplateData {
     };
     let metadata = LaunchTemplateInstanceMetadataOptionsRequest::builder()
         .http_tokens(LaunchTemplateHttpTokensState::Required)
+        .http_put_response_hop_limit(i32::from(wanted.hop_limit))
         .instance_metadata_tags(LaunchTemplateInstanceMetadataTagsState::Enabled)
         .build();
     // EC2 takes either security groups or a network interface that has them. The subnet comes with the fleet.

@@ -10,6 +10,7 @@ fn template(digest: &str) -> TemplateRequest {
         security_group_ids: Vec::new(),
         block_devices: Vec::new(),
         public_address: None,
+        hop_limit: 1,
         user_data: String::new(),
         tags: Vec::new(),
         digest: digest.into(),

@@ -26,7 +26,8 @@ async fn serve(State(table): State<Table>, headers: HeaderMap, body: Bytes) -> J
         return Json(json!({ "Table": { "TableArn": arn, "TableStatus": "ACTIVE" } }));
     }
     let wanted = &request["RequestItems"]["paddock-ci"];
-    assert_eq!(wanted["ProjectionExpression"], "#PK, #SK, #value, #updatedAt, #publicKey, #reclaimed");
+    let expected = "#PK, #SK, #value, #updatedAt, #publicKey, #reclaimed, #signalledAt, #warning";
+    assert_eq!(wanted["ProjectionExpression"], expected);
     let keys = wanted["Keys"].as_array().unwrap().clone();
     table.calls.lock().unwrap().push(keys.len());
     let (items, left) = (table.answer)(keys);

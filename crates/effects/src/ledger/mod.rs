@@ -307,6 +307,16 @@ impl Ledger {
         let heartbeats = self.records.heartbeats(&next).await?;
         let changed = self.index().update_heartbeats(heartbeats, clock::now());
         changed.iter().for_each(|machine| self.report_changed(machine));
+        let unread = self.index().unread_signals(&next);
+        if !unread.is_empty() {
+            let reports = self.records.report(&unread).await?;
+            let changed = {
+                let mut index = self.index();
+                index.note_signals(reports.keys());
+                index.update(&unread, reports, Instant::now())
+            };
+            changed.iter().for_each(|machine| self.report_changed(machine));
+        }
         Ok(())
     }
 

@@ -11,8 +11,8 @@ use jiff::SignedDuration;
 use kube::runtime::{controller::Controller, events::EventType};
 use paddock_core::{
     api::{
-        CLOCK_SKEW, ClassTypes, Ec2Pool, FailureReason, Hardware, PoolReason, Queue, READY, RUNNER_OUTDATED,
-        RunnerPool, RunnerPoolStatus,
+        CLOCK_SKEW, ClassTypes, Ec2Pool, FailureReason, Hardware, METADATA_ACCESS, PoolReason, Queue, READY,
+        RUNNER_OUTDATED, RunnerPool, RunnerPoolStatus,
     },
     clock_skew::{SkewedClock, Skews},
     ec2::{
@@ -121,7 +121,8 @@ fn measured(machines: &[Machine]) -> impl Iterator<Item = (SkewedClock, SignedDu
 
 /// Publishes an event when a condition of the pool changes.
 fn report_conditions(context: &Ec2Context, pool: &RunnerPool, new: &RunnerPoolStatus) {
-    for (type_, good) in [(READY, "True"), (CLOCK_SKEW, "False"), (RUNNER_OUTDATED, "False")] {
+    const BAD: [(&str, &str); 3] = [(CLOCK_SKEW, "False"), (RUNNER_OUTDATED, "False"), (METADATA_ACCESS, "False")];
+    for (type_, good) in [(READY, "True")].into_iter().chain(BAD) {
         let of = |status: &RunnerPoolStatus| status.conditions.iter().find(|known| known.type_ == type_).cloned();
         let (before, Some(now)) = (pool.status.as_ref().and_then(of), of(new)) else { continue };
         if before.is_none_or(|before| (&before.reason, &before.message) != (&now.reason, &now.message)) {
@@ -168,6 +169,7 @@ async fn prepare(
         runner_version: Some(runner.version),
         runner_archives: runner.archives,
         listed_runner_version: Some(runner.listed),
+        runner_metadata_access: ec2.metadata.runner_access,
         ..AgentConfig::new(cluster, &key.to_string(), ec2.lifetimes.created.into())
     };
     let script = user_data(&config, &ec2.agent.url, &ec2.agent.sha256, Network::of(ec2))
