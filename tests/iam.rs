@@ -6,17 +6,20 @@ use std::{
     path::Path,
 };
 
-use paddock_record::{MachineArns, attribute, entity, instance_key, report_key, table_name};
+use paddock_record::{MACHINE_TAG, MachineArns, attribute, entity, instance_key, report_key, table_name};
 use serde_json::{Value, json};
 
 /// The permissions EC2 requires for `CreateFleet` with a launch template that has tags, an instance profile and an image in SSM.
 const OF_CREATE_FLEET: [&str; 4] = ["ec2:CreateTags", "ec2:RunInstances", "iam:PassRole", "ssm:GetParameters"];
 
+/// The permission SQS requires for `CreateQueue` with tags.
+const OF_CREATE_QUEUE: &str = "sqs:TagQueue";
+
 /// Parameters that AWS publishes for all.
 const PUBLIC_PARAMETERS: &str = "arn:aws:ssm:*::parameter/aws/service/*";
 
-/// EC2 supports no resource-level permissions for these.
-const WITHOUT_RESOURCE: [&str; 7] = [
+/// EC2 and SQS support no resource-level permissions for these.
+const WITHOUT_RESOURCE: [&str; 8] = [
     "ec2:DescribeImages",
     "ec2:DescribeInstanceTypes",
     "ec2:DescribeInstances",
@@ -24,6 +27,7 @@ const WITHOUT_RESOURCE: [&str; 7] = [
     "ec2:DescribeSecurityGroups",
     "ec2:DescribeSubnets",
     "ec2:GetInstanceTypesFromInstanceRequirements",
+    "sqs:ListQueues",
 ];
 
 fn read(path: &str) -> String {
@@ -126,7 +130,7 @@ fn assert_exact(policy: &str, dir: &str, implied: &[&str]) {
 
 #[test]
 fn the_operator_may_do_exactly_what_it_calls() {
-    assert_exact("docs/iam/operator.json", "crates/effects/src", &OF_CREATE_FLEET);
+    assert_exact("docs/iam/operator.json", "crates/effects/src", &[&OF_CREATE_FLEET[..], &[OF_CREATE_QUEUE]].concat());
 }
 
 #[test]
@@ -186,6 +190,17 @@ fn an_instance_writes_only_what_its_agent_writes() {
     };
     granted("dynamodb:GetItem", "ForAllValues:StringEquals", &[instances]);
     granted("dynamodb:PutItem", "ForAllValues:StringLike", &[own(entity::HEARTBEAT), own(entity::SIGNAL)]);
+}
+
+#[test]
+fn an_instance_receives_from_the_queue_with_its_tag() {
+    let tag = format!("aws:ResourceTag/{MACHINE_TAG}");
+    let condition = json!({ "StringEquals": { tag: "${ec2:SourceInstanceARN}" } });
+    let statements = statements("docs/iam/instance.json");
+    let of_sqs: Vec<_> =
+        statements.iter().filter(|it| texts(&it["Action"]).iter().any(|action| action.starts_with("sqs:"))).collect();
+    assert_eq!(of_sqs.len(), 1);
+    assert_eq!(of_sqs[0]["Condition"], condition);
 }
 
 #[test]

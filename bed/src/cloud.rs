@@ -170,10 +170,11 @@ impl Cloud {
         self.sqs("SendMessage", json!({ "QueueUrl": queue, "MessageBody": body })).await.map(drop)
     }
 
-    /// Whether there is such a queue.
+    /// Whether there is a queue with this URL or name.
     pub async fn has_queue(&self, queue: &str) -> Result<bool> {
         let queues = self.sqs("ListQueues", json!({})).await?;
-        Ok(queues["QueueUrls"].as_array().into_iter().flatten().any(|url| url == queue))
+        let mut urls = queues["QueueUrls"].as_array().into_iter().flatten().filter_map(Value::as_str);
+        Ok(urls.any(|url| url == queue || url.rsplit('/').next() == Some(queue)))
     }
 
     pub async fn delete_queue(&self, queue: &str) -> Result<()> {

@@ -178,6 +178,8 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         ec2::selection::machine_larger_than_its_class_serves_a_claim_that_needs_its_size,
         ec2::selection::machine_of_unknown_size_counts_as_its_class,
         ec2::selection::poisoned_messages_are_dropped_and_the_next_one_tried,
+        ec2::wake::idle_machine_costs_a_tenth_and_is_woken_for_a_claim,
+        ec2::wake::machine_that_is_not_woken_serves_its_claim_all_the_same,
         ec2::waiting::claim_that_waits_for_room_holds_nothing,
         ec2::waiting::two_claims_for_all_machines_are_served_in_turn,
         ec2::waiting::claim_above_max_instances_fails_at_once,

@@ -83,6 +83,8 @@ pub struct Front {
     pub ec2: Upstream,
     pub faults: Mutex<Faults>,
     pub calls: Mutex<Calls>,
+    /// Those of machines among them, by machine.
+    pub machine_calls: Mutex<HashMap<String, Calls>>,
     pub capacity: Mutex<Capacity>,
     pub catalogue: Catalogue,
     pub queues: Queues,
@@ -164,7 +166,13 @@ impl Front {
 
     /// Counts a call and picks its fault, if any.
     fn admit(&self, call: &Call) -> Option<Effect> {
-        *self.calls.lock().unwrap().entry(call.service).or_default().entry(call.action.clone()).or_default() += 1;
+        let count = |calls: &mut Calls| {
+            *calls.entry(call.service).or_default().entry(call.action.clone()).or_default() += 1;
+        };
+        count(&mut self.calls.lock().unwrap());
+        if let Some(machine) = iam::machine(&call.headers) {
+            count(self.machine_calls.lock().unwrap().entry(machine).or_default());
+        }
         self.faults.lock().unwrap().on_call(call)
     }
 
@@ -172,7 +180,7 @@ impl Front {
     async fn perform(self: &Arc<Self>, call: Call, quirk: Option<Effect>) -> Answer {
         let front = self.clone();
         let work = async move {
-            if let Some(refusal) = iam::refusal(&call, &front.instances) {
+            if let Some(refusal) = iam::refusal(&call, &front.instances, |queue| front.queues.names.tags(queue)) {
                 return refusal;
             }
             let outcome = match call.service {

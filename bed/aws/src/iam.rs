@@ -13,6 +13,7 @@ use crate::{
     ACCOUNT, PARTITION, REGION,
     call::{Answer, Call, Service},
     instances::Instances,
+    queues::Tags,
 };
 
 /// The policy of the role that all machines have.
@@ -30,7 +31,7 @@ pub fn access_key(instance_id: &str) -> String {
 }
 
 /// The refusal of a machine's call, if it is not allowed. Other callers have no policy here.
-pub fn refusal(call: &Call, instances: &Instances) -> Option<Answer> {
+pub fn refusal(call: &Call, instances: &Instances, tags: impl Fn(&str) -> Tags) -> Option<Answer> {
     let id = machine(&call.headers)?;
     if instances.get(&id).is_none() {
         let (code, message) = match call.service {
@@ -41,7 +42,7 @@ pub fn refusal(call: &Call, instances: &Instances) -> Option<Answer> {
         };
         return Some(Answer::error(call.service, code, message, None));
     }
-    let denied = requests(call, &id).into_iter().find(|request| !MACHINE_POLICY.allows(request))?;
+    let denied = requests(call, &id, tags).into_iter().find(|request| !MACHINE_POLICY.allows(request))?;
     let user = format!("arn:{PARTITION}:sts::{ACCOUNT}:assumed-role/paddock-runner/{id}");
     let Request { action, resource, .. } = denied;
     let message = format!(
@@ -53,7 +54,7 @@ pub fn refusal(call: &Call, instances: &Instances) -> Option<Answer> {
 }
 
 /// The machine that signed a request.
-fn machine(headers: &HeaderMap) -> Option<String> {
+pub fn machine(headers: &HeaderMap) -> Option<String> {
     let signed = headers.get(header::AUTHORIZATION)?.to_str().ok()?;
     let key = signed.split_once("Credential=")?.1.split('/').next()?;
     Some(format!("i-{}", key.strip_prefix(MACHINE_KEY)?.to_lowercase()))
@@ -64,18 +65,19 @@ fn machine(headers: &HeaderMap) -> Option<String> {
 struct Request {
     action: String,
     resource: String,
-    context: BTreeMap<&'static str, Vec<String>>,
+    context: BTreeMap<String, Vec<String>>,
 }
 
 const SOURCE_INSTANCE: &str = "ec2:SourceInstanceARN";
 const LEADING_KEYS: &str = "dynamodb:LeadingKeys";
 
-/// What IAM is asked about a call. A call to several items or tables needs all to be allowed.
-fn requests(call: &Call, id: &str) -> Vec<Request> {
+/// What IAM is asked about a call, with the tags of a queue by its name. A call to several items or tables needs all to be
+/// allowed.
+fn requests(call: &Call, id: &str, tags: impl Fn(&str) -> Tags) -> Vec<Request> {
     let source = format!("arn:{PARTITION}:ec2:{REGION}:{ACCOUNT}:instance/{id}");
     let request = |action: &str, resource: String, leading_keys: Option<BTreeSet<String>>| {
-        let mut context = BTreeMap::from([(SOURCE_INSTANCE, vec![source.clone()])]);
-        context.extend(leading_keys.map(|keys| (LEADING_KEYS, keys.into_iter().collect())));
+        let mut context = BTreeMap::from([(SOURCE_INSTANCE.to_owned(), vec![source.clone()])]);
+        context.extend(leading_keys.map(|keys| (LEADING_KEYS.to_owned(), keys.into_iter().collect())));
         Request { action: format!("{}:{action}", call.service.name()), resource, context }
     };
     match call.service {
@@ -84,7 +86,10 @@ fn requests(call: &Call, id: &str) -> Vec<Request> {
             let body: Value = serde_json::from_slice(&call.body).unwrap_or_default();
             let name = body["QueueUrl"].as_str().and_then(|url| url.rsplit('/').next()).or(body["QueueName"].as_str());
             let resource = format!("arn:{PARTITION}:sqs:{REGION}:{ACCOUNT}:{}", name.unwrap_or("*"));
-            vec![request(call.action.trim_end_matches("Batch"), resource, None)]
+            let mut request = request(call.action.trim_end_matches("Batch"), resource, None);
+            let tags = name.map(tags).unwrap_or_default().into_iter();
+            request.context.extend(tags.map(|(key, value)| (format!("aws:ResourceTag/{key}"), vec![value])));
+            vec![request]
         }
         Service::DynamoDb => {
             let body: Value = serde_json::from_slice(&call.body).unwrap_or_default();

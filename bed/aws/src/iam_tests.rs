@@ -20,7 +20,7 @@ fn may(action: &str, body: Value) -> bool {
     if body["TransactItems"].is_null() && body["RequestItems"].is_null() {
         body["TableName"] = json!("paddock-ci");
     }
-    let requests = requests(&call(Service::DynamoDb, action, body), OURS);
+    let requests = requests(&call(Service::DynamoDb, action, body), OURS, |_| Tags::default());
     assert!(!requests.is_empty());
     requests.iter().all(|request| MACHINE_POLICY.allows(request))
 }
@@ -74,8 +74,33 @@ fn a_machine_may_do_nothing_else() {
         (Service::Ec2, "TerminateInstances", json!({})),
         (Service::Ec2, "DescribeInstances", json!({})),
     ] {
-        let requests = requests(&call(service, action, body), OURS);
+        let requests = requests(&call(service, action, body), OURS, |_| Tags::default());
         assert!(!requests.iter().any(|request| MACHINE_POLICY.allows(request)), "{action}");
+    }
+}
+
+#[test]
+fn a_machine_may_receive_from_the_queue_with_its_own_tag() {
+    let own = "arn:aws:ec2:us-east-1:000000000000:instance/i-0abc";
+    let may = |action: &str, queue: &str, owner: &str| {
+        let body = json!({ "QueueUrl": format!("http://sqs/000000000000/{queue}") });
+        let tags = |name: &str| {
+            assert_eq!(name, queue);
+            Tags::from([("paddock:machine".to_owned(), owner.to_owned())])
+        };
+        let requests = requests(&call(Service::Sqs, action, body), OURS, tags);
+        requests.iter().all(|request| MACHINE_POLICY.allows(request))
+    };
+    for action in ["GetQueueUrl", "ReceiveMessage", "DeleteMessage", "DeleteMessageBatch"] {
+        assert!(may(action, "paddock-ci-wake-i-0abc", own), "{action}");
+        assert!(
+            !may(action, "paddock-ci-wake-i-0abc", &own.replace("i-0abc", "i-0abd")),
+            "{action} of another machine"
+        );
+        assert!(!may(action, "another", own), "{action}");
+    }
+    for action in ["SendMessage", "DeleteQueue", "SetQueueAttributes", "ChangeMessageVisibility", "TagQueue"] {
+        assert!(!may(action, "paddock-ci-wake-i-0abc", own), "{action}");
     }
 }
 
@@ -95,7 +120,7 @@ fn policy(statement: Value) -> Result<Policy, String> {
 
 fn request(context: &[(&'static str, &[&str])]) -> Request {
     let texts = |values: &[&str]| values.iter().map(|value| (*value).to_owned()).collect();
-    let context = context.iter().map(|(key, values)| (*key, texts(values))).collect();
+    let context = context.iter().map(|(key, values)| ((*key).to_owned(), texts(values))).collect();
     Request { action: "dynamodb:PutItem".into(), resource: "arn:aws:dynamodb:::table/t".into(), context }
 }
 

@@ -210,6 +210,11 @@ impl Aws {
         self.front.calls.lock().unwrap().clone()
     }
 
+    /// How often a machine has called each action since its launch.
+    pub fn calls_of(&self, id: &str) -> Calls {
+        self.front.machine_calls.lock().unwrap().get(id).cloned().unwrap_or_default()
+    }
+
     pub fn call_count(&self, service: Service, action: &str) -> u64 {
         self.calls().get(&service).and_then(|actions| actions.get(action)).copied().unwrap_or(0)
     }
@@ -340,6 +345,7 @@ async fn prepare(dir: PathBuf, options: Options) -> Result<Aws> {
         ec2: upstream(moto.as_ref()),
         faults: Default::default(),
         calls: Default::default(),
+        machine_calls: Default::default(),
         capacity: Default::default(),
         catalogue: catalogue.await??,
         queues: Default::default(),

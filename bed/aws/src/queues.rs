@@ -30,6 +30,9 @@ const NUMBERS: [(&str, u32, u32, u32); 5] = [
 
 type Attributes = BTreeMap<String, String>;
 
+/// The tags of a queue.
+pub type Tags = BTreeMap<String, String>;
+
 enum Known {
     There { attributes: Attributes, url: String },
     Deleted(Instant),
@@ -39,18 +42,24 @@ enum Known {
 pub struct Names {
     /// Locked for the whole of a call that makes, changes or deletes a queue.
     known: tokio::sync::Mutex<HashMap<String, Known>>,
+    tags: Mutex<HashMap<String, Tags>>,
     deletion_time: Mutex<Duration>,
 }
 
 impl Default for Names {
     fn default() -> Self {
-        Self { known: Default::default(), deletion_time: DELETION_TIME.into() }
+        Self { known: Default::default(), tags: Default::default(), deletion_time: DELETION_TIME.into() }
     }
 }
 
 impl Names {
     pub fn set_deletion_time(&self, time: Duration) {
         *self.deletion_time.lock().unwrap() = time;
+    }
+
+    /// The tags of a queue by its name.
+    pub fn tags(&self, name: &str) -> Tags {
+        self.tags.lock().unwrap().get(name).cloned().unwrap_or_default()
     }
 }
 
@@ -84,6 +93,7 @@ pub async fn create(front: &Front, call: &Call) -> Outcome<Answer> {
     if answer.ok() {
         let url = text(&parse(&answer.body)?, "QueueUrl").to_owned();
         known.insert(name.to_owned(), Known::There { attributes: wanted, url });
+        front.queues.names.tags.lock().unwrap().insert(name.to_owned(), texts(&request, "tags"));
     }
     Ok(answer)
 }
@@ -151,7 +161,11 @@ fn value_of(attributes: &Attributes, name: &str) -> Option<String> {
 }
 
 fn attributes(request: &Value) -> Attributes {
-    let pairs = request["Attributes"].as_object().into_iter().flatten();
+    texts(request, "Attributes")
+}
+
+fn texts(request: &Value, key: &str) -> BTreeMap<String, String> {
+    let pairs = request[key].as_object().into_iter().flatten();
     pairs.filter_map(|(name, value)| Some((name.clone(), value.as_str()?.to_owned()))).collect()
 }
 

@@ -50,6 +50,9 @@ impl Queues {
 }
 
 pub async fn perform(front: &Front, call: Call, quirk: Option<Effect>) -> Outcome<Answer> {
+    if front.sqs.url.is_empty() {
+        return Ok(Answer::error(Service::Sqs, "QueueDoesNotExist", "The specified queue does not exist.", None));
+    }
     let mut answer = match call.action.as_str() {
         "ReceiveMessage" => receive(front, &call, quirk).await?,
         "DeleteMessage" => delete(front, &call).await?,

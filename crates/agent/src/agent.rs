@@ -10,7 +10,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail};
 use jiff::{SignedDuration, Timestamp};
-use paddock_record::{AgentConfig, Instance, KeyPair, SealError, Signal};
+use paddock_record::{AgentConfig, Instance, KeyPair, RECORD_REFRESH, SealError, Signal};
 use tokio::{
     process::{Child, Command},
     sync::watch,
@@ -27,6 +27,7 @@ use crate::{
     step::{Action, End, Facts, Record, Script, step},
     store::Store,
     uptime,
+    wake::Told,
 };
 
 pub struct Agent {
@@ -37,9 +38,7 @@ pub struct Agent {
     store: Store,
     key: KeyPair,
     first_start: Timestamp,
-    /// When the last signal was sent, for the heartbeats.
-    signalled: watch::Sender<Option<Timestamp>>,
-    reclaimed: watch::Receiver<bool>,
+    links: Links,
     runner: Installation,
     log: RunnerLog,
     /// The `run.sh` that this agent started, and not its predecessor.
@@ -57,6 +56,16 @@ pub struct Agent {
     /// Whether `memory.lifetime` is not yet on disk. It is written after the step, which a claim waits for.
     unsaved: bool,
     shut_down: Option<Instant>,
+}
+
+/// What the agent shares with the tasks beside it.
+pub struct Links {
+    /// Changes of the record.
+    pub told: watch::Receiver<Told>,
+    /// When the last signal was sent, for the heartbeats.
+    pub signalled: watch::Sender<Option<Timestamp>>,
+    /// EC2 takes the machine back.
+    pub reclaimed: watch::Receiver<bool>,
 }
 
 /// Consecutive failures to bring the machine to the state its record asks for.
@@ -85,14 +94,7 @@ impl Attempts {
 }
 
 impl Agent {
-    pub fn new(
-        config: AgentConfig,
-        instance_id: String,
-        files: Files,
-        store: Store,
-        signalled: watch::Sender<Option<Timestamp>>,
-        reclaimed: watch::Receiver<bool>,
-    ) -> Result<Self> {
+    pub fn new(config: AgentConfig, instance_id: String, files: Files, store: Store, links: Links) -> Result<Self> {
         let (key, first_start) = files.key()?;
         let memory = files.recall();
         let mut agent = Self {
@@ -115,8 +117,7 @@ impl Agent {
             store,
             key,
             first_start,
-            signalled,
-            reclaimed,
+            links,
         };
         if agent.memory.script == Some(Signal::ScriptFailed) && agent.memory.reported.is_none() {
             tracing::error!("pre-runner script was interrupted; not running it again");
@@ -129,9 +130,16 @@ impl Agent {
     /// Runs until dropped. Failures are logged and retried.
     pub async fn run(&mut self) {
         let poll = Duration::from_millis(self.config.poll_milliseconds.max(10));
-        let mut pause = poll;
+        let (mut pause, mut read_at, mut read) = (poll, None, true);
         loop {
-            pause = if self.read_record().await { poll } else { (pause * 2).min(limits::READ_RETRY_MAX.max(poll)) };
+            // What changes from here on is told once more.
+            let connected = self.links.told.borrow_and_update().connected;
+            if read {
+                let started = Instant::now();
+                let found = self.read_record().await;
+                read_at = found.then_some(started);
+                pause = if found { poll } else { (pause * 2).min(limits::READ_RETRY_MAX.max(poll)) };
+            }
             let moved = self.act().await.unwrap_or_else(|error| {
                 tracing::warn!("{error:#}");
                 false
@@ -142,9 +150,15 @@ impl Agent {
             {
                 tracing::warn!("{error:#}");
             }
-            if !moved {
-                tokio::time::sleep(pause).await;
-            }
+            let told = !moved
+                && tokio::select! {
+                    Ok(()) = self.links.told.changed() => true,
+                    () = tokio::time::sleep(pause) => false,
+                };
+            let is_current = connected
+                && matches!(self.record, Record::Seen { .. })
+                && read_at.is_some_and(|at| at.elapsed() < RECORD_REFRESH);
+            read = moved || told || !is_current;
         }
     }
 
@@ -189,7 +203,7 @@ impl Agent {
             serving: memory.serving.as_ref().map(|serving| serving.run_id.as_str()),
             runner,
             reported: memory.reported.as_ref().map(|report| (report.signal, report.run_id.as_str(), report.claims)),
-            reclaimed: *self.reclaimed.borrow(),
+            reclaimed: *self.links.reclaimed.borrow(),
             failures: self.attempts.failures,
             retry_at: self.attempts.retry_at,
             first_start: self.first_start,
@@ -318,7 +332,7 @@ impl Agent {
         tracing::info!(%signal, run_id, "reporting signal");
         let error = match signal {
             Signal::ScriptFailed | Signal::RegistrationFailed | Signal::DeregistrationFailed => {
-                if *self.reclaimed.borrow() {
+                if *self.links.reclaimed.borrow() {
                     self.last_error.detail = "EC2 takes the spot machine back".into();
                 }
                 std::mem::take(&mut self.last_error)
@@ -341,7 +355,7 @@ impl Agent {
             match self.store.write_signal(report, now).await {
                 Ok(()) => {
                     self.unsent = false;
-                    self.signalled.send_replace(Some(now));
+                    self.links.signalled.send_replace(Some(now));
                 }
                 Err(error) => tracing::warn!("{error:#}; will retry"),
             }

@@ -2,9 +2,9 @@
 //! and heartbeats to the same table for the operator.
 
 mod agent;
+mod aws;
 mod files;
 mod firewall;
-mod http;
 mod limits;
 mod metadata;
 mod process;
@@ -14,6 +14,7 @@ mod step;
 mod store;
 mod uptime;
 mod version;
+mod wake;
 mod words;
 
 use std::{io::IsTerminal, path::PathBuf, time::Duration};
@@ -29,11 +30,12 @@ use tokio::{
 use tracing_subscriber::EnvFilter;
 
 use crate::{
-    agent::Agent,
+    agent::{Agent, Links},
     files::Files,
     metadata::{Identity, Metadata},
     runner::Installation,
     store::{Beat, Store},
+    wake::{Told, WakeQueue},
 };
 
 /// Runs on an EC2 instance of a Paddock pool and keeps its GitHub runner registered for the run that owns it.
@@ -100,14 +102,17 @@ async fn start(args: Args) -> Result<Agent> {
     let metadata = Metadata::new();
     let Identity { instance_id, arns } = metadata.identity().await;
     tracing::info!(instance_id, pool = config.pool, table = config.table, "started");
-    let store = Store::connect(config.region.clone(), config.table.clone(), instance_id.clone(), arns).await;
+    let aws = aws::connect(config.region.clone()).await;
+    let store = Store::new(&aws, config.table.clone(), instance_id.clone(), arns);
+    let (tell, told) = watch::channel(Told::default());
+    tokio::spawn(WakeQueue::new(&aws, &config.cluster, &instance_id).listen(tell));
     let (signalled, signalled_at) = watch::channel(None);
     let warning = if config.runner_metadata_access { String::new() } else { guard_metadata(&files).await };
     let (interrupted, reclaimed) = watch::channel(false);
     let period = Duration::from_secs(config.heartbeat_seconds.max(1));
     tokio::spawn(beat(store.clone(), key.public(), warning, period, signalled_at, reclaimed.clone()));
     tokio::spawn(watch_spot(metadata, interrupted));
-    Agent::new(config, instance_id, files, store, signalled, reclaimed)
+    Agent::new(config, instance_id, files, store, Links { told, signalled, reclaimed })
 }
 
 /// Keeps jobs away from the metadata service; returns why it cannot. The machine serves all the same.

@@ -1,16 +1,12 @@
 //! DynamoDB access: reads the instance's own record, writes heartbeats and signals.
 
 use anyhow::{Context, Result};
-use aws_config::{BehaviorVersion, Region, timeout::TimeoutConfig};
+use aws_config::SdkConfig;
 use aws_sdk_dynamodb::Client;
 use jiff::Timestamp;
 use paddock_record::{Heartbeat, Instance, MachineArns, PublicKey, WorkerSignal, instance_key};
 
-use crate::{
-    files::Report,
-    http,
-    limits::{STORE_CALL_TIMEOUT, backoff},
-};
+use crate::files::Report;
 
 #[derive(Clone)]
 pub struct Store {
@@ -33,30 +29,8 @@ pub struct Beat<'a> {
 }
 
 impl Store {
-    /// Connects with the instance's credentials, in the given region or the instance's own. Retries until the region is
-    /// known.
-    pub async fn connect(region: Option<String>, table: String, instance_id: String, arns: MachineArns) -> Self {
-        let timeouts = TimeoutConfig::builder()
-            .operation_timeout(STORE_CALL_TIMEOUT)
-            .connect_timeout(STORE_CALL_TIMEOUT / 2)
-            .build();
-        let mut failures = 0;
-        loop {
-            let mut loader = aws_config::defaults(BehaviorVersion::latest()).timeout_config(timeouts.clone());
-            if let Some(http) = http::through_proxy() {
-                loader = loader.http_client(http);
-            }
-            if let Some(region) = &region {
-                loader = loader.region(Region::new(region.clone()));
-            }
-            let config = loader.load().await;
-            if config.region().is_some() {
-                return Self { client: Client::new(&config), table, instance_id, arns };
-            }
-            tracing::warn!("AWS region unknown: neither in the environment nor from the metadata service; retrying");
-            failures += 1;
-            tokio::time::sleep(backoff(failures)).await;
-        }
+    pub fn new(config: &SdkConfig, table: String, instance_id: String, arns: MachineArns) -> Self {
+        Self { client: Client::new(config), table, instance_id, arns }
     }
 
     /// This instance's record, read consistently.
@@ -85,6 +59,6 @@ impl Store {
 }
 
 /// An SDK error shows its cause only in its source chain.
-fn plain(error: impl std::error::Error + Send + Sync + 'static) -> anyhow::Error {
+pub fn plain(error: impl std::error::Error + Send + Sync + 'static) -> anyhow::Error {
     anyhow::anyhow!("{}", aws_sdk_dynamodb::error::DisplayErrorContext(error))
 }

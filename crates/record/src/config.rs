@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 /// than 15 s, so two may be lost.
 pub const HEARTBEAT: Duration = Duration::from_secs(5);
 
-/// Interval at which the agent polls its record. A claim waits for the registration, which includes this interval;
-/// four small reads a second cost an instance less than a cent a day.
+/// Interval at which the agent looks at its runner, and at its record while no queue tells it of changes. A claim waits for
+/// the registration, which includes this interval.
 pub const POLL: Duration = Duration::from_millis(250);
 
 /// How long after its threshold an instance terminates itself. The operator terminates it at the threshold; the agent

@@ -2,7 +2,7 @@
 //!
 //! The two never talk directly. They share one DynamoDB table per cluster: the operator writes `INSTANCE` records, the
 //! agent on the instance writes `Heartbeat` and `WS` (worker signal) records, and each reads the other's. This crate
-//! defines those records, every transition of an `INSTANCE` record, and the messages of the idle queues.
+//! defines those records, every transition of an `INSTANCE` record, and the messages of the queues.
 
 mod config;
 mod expression;
@@ -13,6 +13,7 @@ mod seal;
 mod state;
 mod time;
 pub mod transition;
+mod wake;
 
 pub use config::{AgentConfig, EXPIRY_SLACK, HEARTBEAT, POLL, RunnerArchive};
 pub use expression::Expression;
@@ -26,6 +27,7 @@ pub use seal::{KeyPair, PublicKey, SealError};
 pub use state::{Signal, State, UnknownValue};
 pub use time::{instant, stamp};
 pub use transition::{ClaimRef, Identity, Transition};
+pub use wake::{MACHINE_TAG, RECORD_REFRESH, machine_of_wake_queue, wake_queue, wake_queue_prefix, wakes};
 
 /// Entities of the table: the `<entity>` in `PK=TYPE#<entity>`, which what an agent writes continues with its instance's
 /// ARN.

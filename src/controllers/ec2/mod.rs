@@ -10,6 +10,7 @@ mod runner_release;
 pub mod runner_tokens;
 mod sweep;
 mod waiting_line;
+mod wake;
 pub mod worker_mirror;
 pub mod workflow_runs;
 
@@ -25,7 +26,7 @@ use paddock_core::{
     names::PoolKey,
 };
 use paddock_effects::{
-    aws::{Clients, dynamodb::Records, ec2::Machines, sqs::Queues},
+    aws::{Clients, dynamodb::Records, ec2::Machines, sqs::Queues, wake_queues::WakeQueues},
     clock,
     fence::Fence,
     ledger::Ledger,
@@ -49,6 +50,7 @@ pub struct Ec2Context {
     pub shared: Arc<Shared>,
     pub ledger: Arc<Ledger>,
     pub queues: Queues,
+    pub wake_queues: WakeQueues,
     pub machines: Machines,
     pub idle_queues: Arc<IdleQueues>,
     pub pools: PoolMemory,
@@ -61,6 +63,7 @@ pub struct Ec2Context {
 impl Ec2Context {
     pub async fn new(shared: Arc<Shared>, fence: &Fence) -> Self {
         let aws = Clients::new(fence).await;
+        let wake_queues = WakeQueues::new(aws.sqs.clone(), &shared.settings.cluster_name);
         let queues = Queues::new(aws.sqs);
         let table = table_name(&shared.settings.cluster_name);
         let ledger = Arc::new(Ledger::new(Records::new(aws.dynamodb, table), shared.lanes.clone()));
@@ -69,6 +72,7 @@ impl Ec2Context {
             idle_queues: IdleQueues::new(queues.clone(), ledger.clone(), shared.metrics.clone()),
             ledger,
             queues,
+            wake_queues,
             pools: PoolMemory::default(),
             launch_room: Arc::default(),
             runs: Runs::default(),
@@ -99,6 +103,7 @@ pub async fn run(context: Arc<Ec2Context>, stop: CancellationToken) {
         paced("heartbeats", pause, metrics, stop.clone(), || heartbeats(&context)),
         context.ledger.listen(stop.clone()),
         worker_mirror::run(context.clone(), stop.clone()),
+        wake::run(context.clone(), stop.clone()),
         pool::run(context.clone(), stop.clone()),
         sweep::run(context.clone(), stop.clone()),
         claim::run(context.clone(), stop.clone()),

@@ -18,3 +18,4 @@ pub mod release;
 pub mod scope;
 pub mod selection;
 pub mod waiting;
+pub mod wake;

@@ -49,7 +49,7 @@ impl Records {
     }
 
     /// The ARNs of the cluster's machines. Nothing is read before the table is known.
-    pub(super) fn arns(&self) -> Result<&MachineArns, AwsError> {
+    pub fn arns(&self) -> Result<&MachineArns, AwsError> {
         let message = || format!("the ARN of table {} is unknown", self.table);
         self.arns.get().ok_or_else(|| AwsError::Unreachable { call: "DescribeTable", message: message() })
     }

@@ -9,6 +9,7 @@ pub mod instance_types;
 mod launch_template;
 pub mod reports;
 pub mod sqs;
+pub mod wake_queues;
 
 use std::time::Duration;
 
@@ -89,6 +90,11 @@ impl AwsError {
     /// Whether a launch template, or its version, does not exist or is not visible yet.
     pub fn is_template_gone(&self) -> bool {
         self.code().is_some_and(|code| code.starts_with("InvalidLaunchTemplate") && code.contains("NotFound"))
+    }
+
+    /// Whether a queue does not exist.
+    pub fn is_queue_gone(&self) -> bool {
+        self.code().is_some_and(|code| code.contains("NonExistentQueue") || code.contains("QueueDoesNotExist"))
     }
 
     /// Whether the same call may succeed later: after an outage, or when the pool has repaired its table or queue.

@@ -139,13 +139,7 @@ impl Queues {
 
     pub async fn remove(&self, url: &str) -> Result<(), AwsError> {
         match self.client.delete_queue().queue_url(url).send().await.map_err(word("DeleteQueue")) {
-            Err(error)
-                if !error
-                    .code()
-                    .is_some_and(|code| code.contains("NonExistentQueue") || code.contains("QueueDoesNotExist")) =>
-            {
-                Err(error)
-            }
+            Err(error) if !error.is_queue_gone() => Err(error),
             _ => Ok(()),
         }
     }

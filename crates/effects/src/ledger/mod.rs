@@ -24,7 +24,7 @@ use paddock_core::{
     ec2::machine::{AgentReport, Machine},
     names::PoolKey,
 };
-use paddock_record::{ClaimRef, Instance, State, Transition};
+use paddock_record::{ClaimRef, Instance, State, Transition, wakes};
 use tokio::sync::{Notify, OnceCell, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -62,6 +62,8 @@ pub struct Ledger {
     counts: Arc<ChangeQueue<String>>,
     /// Instances that changed.
     workers: Arc<ChangeQueue<String>>,
+    /// Instances whose agents have to read their records.
+    woken: Arc<ChangeQueue<String>>,
     /// Notified of every change.
     changed: watch::Sender<()>,
     poll_wakeup: Notify,
@@ -80,6 +82,7 @@ impl Ledger {
             pools: Arc::default(),
             counts: Arc::default(),
             workers: Arc::default(),
+            woken: Arc::default(),
             changed: watch::Sender::default(),
             poll_wakeup: Notify::new(),
             loaded: OnceCell::new(),
@@ -150,6 +153,11 @@ impl Ledger {
     /// Instances that were changed or removed.
     pub fn changed_instances(&self) -> impl Stream<Item = HashSet<String>> + Send + use<> {
         self.workers.batches(WORKER_WINDOW)
+    }
+
+    /// Instances whose records have changed in a way that their agents act on.
+    pub fn woken_instances(&self) -> impl Stream<Item = String> + Send + use<> {
+        self.woken.stream(Duration::ZERO)
     }
 
     /// Enqueues the Worker of an instance.
@@ -233,6 +241,9 @@ impl Ledger {
                 if let Some(seen) = transition.seen() {
                     self.drop_vanished(seen, outcome);
                     self.notify_previous_claim(seen, transition.next());
+                    if matches!(outcome, WriteOutcome::Won(_)) && wakes(seen, transition.next()) {
+                        self.woken.enqueue(seen.instance_id.clone());
+                    }
                 }
             }
             Ok(outcomes)
