@@ -4,6 +4,7 @@ mod agents;
 mod board_report;
 mod boards;
 mod claims;
+mod cost;
 mod ec2;
 mod hand;
 mod report;
@@ -27,6 +28,8 @@ pub enum Part {
     Ec2,
     /// Boards: from a webhook to a pod, alone and in bursts
     Boards,
+    /// What a machine costs at AWS in requests a day
+    Cost,
 }
 
 /// Runs the given parts, or all.
@@ -38,6 +41,7 @@ pub fn run(parts: &[Part]) -> Result<()> {
             match part {
                 Part::Ec2 => ec2::run(&isolated).await?,
                 Part::Boards => boards::run(&isolated).await?,
+                Part::Cost => cost::run(&isolated).await?,
             }
         }
         Ok(())
