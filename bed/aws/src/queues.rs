@@ -57,6 +57,12 @@ impl Names {
         *self.deletion_time.lock().unwrap() = time;
     }
 
+    /// Whether the queue of a call has been deleted.
+    pub async fn is_deleted(&self, call: &Call) -> bool {
+        let Ok(request) = body(call) else { return false };
+        matches!(self.known.lock().await.get(name_of(&request)), Some(Known::Deleted(_)))
+    }
+
     /// The tags of a queue by its name.
     pub fn tags(&self, name: &str) -> Tags {
         self.tags.lock().unwrap().get(name).cloned().unwrap_or_default()
@@ -106,6 +112,30 @@ pub async fn delete(front: &Front, call: &Call) -> Outcome<Answer> {
         known.insert(name_of(&request).to_owned(), Known::Deleted(Instant::now()));
     }
     Ok(answer)
+}
+
+/// ElasticMQ answers with all queues at once. "If you do not set MaxResults, the response includes a maximum of 1,000 results.
+/// You must set MaxResults to receive a value for NextToken."
+pub async fn list(front: &Front, call: &Call) -> Outcome<Answer> {
+    const LIMIT: usize = 1000;
+    let request = body(call)?;
+    let wanted = json!({ "QueueNamePrefix": text(&request, "QueueNamePrefix") });
+    let answer = front.forward(call, wanted.to_string().into()).await?;
+    if !answer.ok() {
+        return Ok(answer);
+    }
+    let mut urls: Vec<String> = serde_json::from_value(parse(&answer.body)?["QueueUrls"].take()).unwrap_or_default();
+    urls.sort();
+    // The token is the last name of the page before.
+    urls.retain(|url| url.as_str() > text(&request, "NextToken"));
+    let size = request["MaxResults"].as_u64().map(|size| size as usize);
+    let more = urls.len() > size.unwrap_or(LIMIT);
+    urls.truncate(size.unwrap_or(LIMIT));
+    let mut page = json!({ "QueueUrls": urls });
+    if more && size.is_some() {
+        page["NextToken"] = json!(urls.last());
+    }
+    Ok(Answer::json(&page))
 }
 
 pub async fn set_attributes(front: &Front, call: &Call) -> Outcome<Answer> {

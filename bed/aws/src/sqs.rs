@@ -51,17 +51,24 @@ impl Queues {
 
 pub async fn perform(front: &Front, call: Call, quirk: Option<Effect>) -> Outcome<Answer> {
     if front.sqs.url.is_empty() {
-        return Ok(Answer::error(Service::Sqs, "QueueDoesNotExist", "The specified queue does not exist.", None));
+        return Ok(no_queue());
     }
-    let mut answer = match call.action.as_str() {
-        "ReceiveMessage" => receive(front, &call, quirk).await?,
-        "DeleteMessage" => delete(front, &call).await?,
-        "DeleteMessageBatch" => delete_batch(front, &call).await?,
-        "CreateQueue" => queues::create(front, &call).await?,
-        "DeleteQueue" => queues::delete(front, &call).await?,
-        "SetQueueAttributes" => queues::set_attributes(front, &call).await?,
-        "GetQueueAttributes" => queues::get_attributes(front, &call).await?,
-        _ => front.forward(&call, call.body.clone()).await?,
+    let outcome = match call.action.as_str() {
+        "ReceiveMessage" => receive(front, &call, quirk).await,
+        "DeleteMessage" => delete(front, &call).await,
+        "DeleteMessageBatch" => delete_batch(front, &call).await,
+        "CreateQueue" => queues::create(front, &call).await,
+        "DeleteQueue" => queues::delete(front, &call).await,
+        "ListQueues" => queues::list(front, &call).await,
+        "SetQueueAttributes" => queues::set_attributes(front, &call).await,
+        "GetQueueAttributes" => queues::get_attributes(front, &call).await,
+        _ => front.forward(&call, call.body.clone()).await,
+    };
+    let mut answer = match outcome {
+        Ok(answer) if answer.ok() || parse(&answer.body).is_ok() => answer,
+        // ElasticMQ does not answer a call that was under way when its queue was deleted.
+        _ if front.queues.names.is_deleted(&call).await => no_queue(),
+        outcome => outcome?,
     };
     if answer.ok() && call.action.ends_with("Batch") {
         answer = with_both_lists(&answer)?;
@@ -74,6 +81,10 @@ pub async fn perform(front: &Front, call: Call, quirk: Option<Effect>) -> Outcom
         }
     }
     Ok(answer)
+}
+
+fn no_queue() -> Answer {
+    Answer::error(Service::Sqs, "QueueDoesNotExist", "The specified queue does not exist.", None)
 }
 
 /// SQS answers a batch with what succeeded and what failed; ElasticMQ leaves out an empty list.

@@ -37,7 +37,9 @@ fn main() -> ExitCode {
         queues: queue_urls_lead_to_the_front a_message_is_delivered_twice a_message_is_delivered_late
             a_message_is_delivered_after_its_deletion a_receive_is_falsely_empty a_receive_is_out_of_order
             deleting_twice_is_no_error queue_with_other_attributes_is_not_made_again
-            deleted_queue_is_not_made_again_for_a_minute batch_is_answered_with_both_lists;
+            deleted_queue_is_not_made_again_for_a_minute batch_is_answered_with_both_lists
+            calls_under_way_end_with_their_queue queues_are_listed_by_prefix_and_page_by_page
+            a_message_ends_the_wait_of_a_receiver;
         fleet: requirements_become_the_cheapest_type burstable_types_can_be_had_when_asked_for
             same_token_same_fleet_even_at_once same_token_other_request_is_refused
             a_zone_without_capacity_sends_the_fleet_elsewhere a_fleet_is_fulfilled_in_part

@@ -152,3 +152,53 @@ pub async fn deleted_queue_is_not_made_again_for_a_minute(aws: &Aws) {
     eventually("the name to be free", async || create(&client, "phoenix", None).await.ok()).await;
     aws.set_queue_deletion_time(Duration::from_secs(60));
 }
+
+/// "When you delete a queue, any messages in the queue are no longer available": what is under way ends, too.
+pub async fn calls_under_way_end_with_their_queue(aws: &Aws) {
+    let client = Client::new(&config(aws));
+    let url = create(&client, "mayfly", None).await.unwrap();
+    let receive = client.receive_message().queue_url(&url).wait_time_seconds(2);
+    let waiting = tokio::spawn(receive.send());
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    client.delete_queue().queue_url(&url).send().await.unwrap();
+    match waiting.await.unwrap() {
+        Ok(answer) => assert!(answer.messages().is_empty()),
+        Err(error) => assert!(error.as_service_error().unwrap().is_queue_does_not_exist(), "{error:?}"),
+    }
+    let late = client.send_message().queue_url(&url).message_body("late").send().await.unwrap_err();
+    assert!(late.as_service_error().unwrap().is_queue_does_not_exist(), "{late:?}");
+}
+
+pub async fn queues_are_listed_by_prefix_and_page_by_page(aws: &Aws) {
+    let client = Client::new(&config(aws));
+    let mut made = Vec::new();
+    for name in ["listed-a", "listed-b", "listed-c"] {
+        made.push(create(&client, name, None).await.unwrap());
+    }
+    create(&client, "unlisted", None).await.unwrap();
+    let (mut listed, mut pages, mut next) = (Vec::new(), 0, None);
+    loop {
+        let list = client.list_queues().queue_name_prefix("listed-").max_results(2).set_next_token(next);
+        let page = list.send().await.unwrap();
+        listed.extend(page.queue_urls.unwrap_or_default());
+        pages += 1;
+        next = page.next_token;
+        if next.is_none() {
+            break;
+        }
+    }
+    listed.sort();
+    assert_eq!((listed, pages), (made, 2));
+}
+
+pub async fn a_message_ends_the_wait_of_a_receiver(aws: &Aws) {
+    let client = Client::new(&config(aws));
+    let url = create(&client, "awaited", None).await.unwrap();
+    let began = std::time::Instant::now();
+    let waiting = tokio::spawn(client.receive_message().queue_url(&url).wait_time_seconds(20).send());
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    client.send_message().queue_url(&url).message_body("{}").send().await.unwrap();
+    let received = waiting.await.unwrap().unwrap();
+    assert_eq!(received.messages().len(), 1);
+    assert!(began.elapsed() < Duration::from_secs(15), "the receiver has waited for its whole time");
+}
