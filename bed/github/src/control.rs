@@ -228,7 +228,14 @@ impl Control {
 
     /// Ends the job of a lost runner now, and not after `lost_after`.
     pub fn give_up_job(&self, id: u64) {
-        self.hub.change(|world, now| world.finish_job(id, Conclusion::Failure, now));
+        self.hub.change(|world, now| {
+            let taken_by = world.jobs.get(&id).and_then(|job| job.taken_by.as_ref()).map(|taken| taken.runner_id);
+            // A lost runner gets no other job.
+            if let Some(runner) = taken_by.and_then(|runner| world.runners.get_mut(&runner)) {
+                runner.session = None;
+            }
+            world.finish_job(id, Conclusion::Failure, now);
+        });
     }
 
     pub fn cancel_job(&self, id: u64) {

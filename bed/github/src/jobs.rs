@@ -12,6 +12,10 @@ use crate::{
     world::{Event, World},
 };
 
+/// "If the runner doesn't pick up the assigned job within 60 seconds, the job is re-queued so that a new runner can accept it"
+/// (docs.github.com, "Using self-hosted runners in a workflow", "Routing precedence for self-hosted runners").
+const ACCEPTANCE_TIME: Duration = Duration::from_secs(60);
+
 impl World {
     pub fn queue_job(&mut self, request: JobRequest, now: Timestamp) -> Result<Job, String> {
         let Some(owner) = self.owner(&request.owner).cloned() else {
@@ -73,6 +77,7 @@ impl World {
 
     fn start_job(&mut self, id: u64, runner_id: u64, now: Timestamp) {
         let runner = &self.runners[&runner_id];
+        let is_played = matches!(runner.session, Some(Session::Played));
         let taken_by = TakenBy {
             runner_id,
             runner_name: runner.name.clone(),
@@ -83,6 +88,7 @@ impl World {
         job.status = Status::InProgress;
         job.started_at = Some(now);
         job.taken_by = Some(taken_by);
+        job.heard = is_played;
         let run_id = job.run_id;
         self.runners.get_mut(&runner_id).expect("assigned from the idle").job = Some(id);
         let run = self.runs.get_mut(&run_id).expect("a job has a run");
@@ -186,7 +192,7 @@ impl World {
     pub fn settle(&mut self, now: Timestamp) -> Option<Timestamp> {
         let mut next = None;
         let mut later = |moment: Timestamp| next = Some(next.map_or(moment, |soonest: Timestamp| soonest.min(moment)));
-        let mut done = vec![];
+        let (mut done, mut unheard) = (vec![], vec![]);
         for runner in self.runners.values_mut() {
             let job = runner.job.map(|id| &self.jobs[&id]);
             match (&runner.session, job) {
@@ -199,13 +205,20 @@ impl World {
                     }
                 }
                 (Some(Session::Connected { polls: 0, last_seen }), job) => {
-                    let timeout = if job.is_some() { self.timeouts.lost_after } else { self.timeouts.offline_after };
+                    let timeout = match job {
+                        None => self.timeouts.offline_after,
+                        Some(job) if job.heard => self.timeouts.lost_after,
+                        Some(_) => ACCEPTANCE_TIME,
+                    };
                     let gone = *last_seen + signed(timeout);
                     if gone > now {
                         later(gone);
                     } else {
                         runner.session = None;
-                        done.extend(job.map(|job| (job.id, job.order.unwrap_or(Conclusion::Failure))));
+                        match job {
+                            Some(job) if job.heard => done.push((job.id, job.order.unwrap_or(Conclusion::Failure))),
+                            _ => unheard.extend(runner.job.take()),
+                        }
                     }
                 }
                 _ => {}
@@ -213,6 +226,9 @@ impl World {
         }
         for (job, conclusion) in done {
             self.finish_job(job, conclusion, now);
+        }
+        for job in unheard {
+            self.requeue(job);
         }
         for (job, runner) in self.assignments(now) {
             self.start_job(job, runner, now);

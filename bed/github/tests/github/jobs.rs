@@ -164,6 +164,23 @@ async fn a_lost_runner_stays_busy_until_github_gives_its_job_up() {
     bed.finish().await;
 }
 
+#[tokio::test]
+async fn a_job_that_its_runner_does_not_pick_up_goes_to_another() {
+    let bed = Bed::start().await;
+    bed.jit("r1", &["x"]).await;
+    bed.github.play_runner("r1").unwrap();
+    bed.github.lose_runner("r1").unwrap();
+    let job = bed.github.queue_job(bed.job(&["x"])).unwrap();
+    let taker = || bed.github.job(job.id).unwrap().taken_by.map(|taken| taken.runner_name);
+    assert_eq!(taker().as_deref(), Some("r1"), "GitHub has not missed it yet");
+    bed.github.advance(Duration::from_secs(61));
+    assert_eq!((bed.github.job(job.id).unwrap().status, taker()), (Status::Queued, None));
+    bed.jit("r2", &["x"]).await;
+    bed.github.play_runner("r2").unwrap();
+    assert_eq!(taker().as_deref(), Some("r2"));
+    bed.finish().await;
+}
+
 /// Behind a forwarder the simulator's own address may be unreachable.
 #[tokio::test]
 async fn links_lead_back_to_the_address_that_was_called() {
