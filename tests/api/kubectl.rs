@@ -45,8 +45,11 @@ async fn workflow_claim_applies(shared: Arc<Shared>) -> Result<()> {
         .replace("$GITHUB_RUN_ID", "9876543210")
         .replace("$GITHUB_RUN_ATTEMPT", "1")
         .replace("$GITHUB_REPOSITORY", "my-org/my-repo");
-    let applied = shared.server().kubectl(&["apply", "--dry-run=server", "-f", "-"], &manifest)?;
-    ensure!(applied.status.success(), "{}", String::from_utf8_lossy(&applied.stderr));
+    let access = fs::read_to_string(root().join("examples/workflow/access.yaml"))?;
+    for manifest in [manifest, access] {
+        let created = shared.server().kubectl(&["create", "--dry-run=server", "-f", "-"], &manifest)?;
+        ensure!(created.status.success(), "{}", String::from_utf8_lossy(&created.stderr));
+    }
     ensure!(workflow["jobs"]["build"]["runs-on"] == "${{ github.run_id }}", "the build runs on the claimed machines");
     Ok(())
 }

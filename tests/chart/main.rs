@@ -65,13 +65,18 @@ fn arguments(objects: &[Value]) -> Vec<&str> {
     container["args"].as_array().unwrap().iter().map(|argument| argument.as_str().unwrap()).collect()
 }
 
-/// Every (apiGroup, resource, verb) that roles of these kinds grant.
+/// The role for workflows, which the operator does not have.
+const CLAIMER: &str = "paddock-claimer";
+
+/// Every (apiGroup, resource, verb) that roles of these kinds grant, but for that for workflows.
 fn grants(objects: &[Value], kinds: &[&str]) -> Vec<(String, String, String)> {
     let words = |rule: &Value, list: &str| -> Vec<String> {
         rule[list].as_array().unwrap().iter().map(|word| word.as_str().unwrap().to_owned()).collect()
     };
     let mut all = Vec::new();
-    for role in objects.iter().filter(|object| kinds.iter().any(|kind| object["kind"] == *kind)) {
+    let is_ours = |object: &&Value| object["metadata"]["name"] != CLAIMER;
+    let of_kinds = objects.iter().filter(|object| kinds.iter().any(|kind| object["kind"] == *kind));
+    for role in of_kinds.filter(is_ours) {
         for rule in role["rules"].as_array().unwrap() {
             for group in words(rule, "apiGroups") {
                 for resource in words(rule, "resources") {
@@ -241,7 +246,18 @@ fn only_what_is_asked_for_is_installed() {
     for kind in ["Ingress", "NetworkPolicy", "ServiceMonitor", "DaemonSet", "ValidatingAdmissionPolicy"] {
         assert!(of_kind(&objects, kind).is_empty(), "{kind}");
     }
-    assert_eq!(names(&of_kind(&objects, "ClusterRole")), ["paddock-system-nodes", "paddock-system"]);
+    assert_eq!(names(&of_kind(&objects, "ClusterRole")), ["paddock-system-nodes", "paddock-system", CLAIMER]);
+}
+
+#[test]
+fn workflows_have_a_role_that_can_only_claim() {
+    let objects = rendered(&[]);
+    let rules = json!([{
+        "apiGroups": ["paddock.dev"], "resources": ["runnerclaims"], "verbs": ["create", "delete", "get", "list", "watch"],
+    }]);
+    assert_eq!(named(&objects, "ClusterRole", CLAIMER)["rules"], rules);
+    let without = rendered(&["--set", "rbac.claimerRole=false"]);
+    assert!(!names(&of_kind(&without, "ClusterRole")).contains(&CLAIMER));
 }
 
 #[test]

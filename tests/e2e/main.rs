@@ -218,6 +218,7 @@ fn trials(world: Option<&Arc<World>>) -> Vec<Trial> {
         jobs::webhook::the_end_of_a_run_releases_its_machine,
         operator::hostile_network::i9_clients_that_send_nothing_delay_no_delivery,
         operator::pages::dashboards_show_pools_claims_and_workers,
+        operator::permissions::claimer_can_claim_and_do_nothing_else,
     );
     let alone = trials!(run_alone:
         ec2::authority::token_goes_to_the_first_key_of_its_machine,
