@@ -81,7 +81,8 @@ pub fn authenticate(
     let Some(header) = header else { return Ok(None) };
     let credentials = header.split_once(' ').filter(|(scheme, _)| same(scheme, "bearer") || same(scheme, "token"));
     let (_, secret) = credentials.ok_or_else(bad_credentials)?;
-    if secret.split('.').count() == 3 {
+    // The token of an installation has dots, too.
+    if secret.split('.').count() == 3 && !world.tokens.contains_key(secret) {
         return app_of_jwt(world, secret, wall).map(|id| Some(Caller::App(id)));
     }
     let token = world.tokens.get(secret).ok_or_else(bad_credentials)?;

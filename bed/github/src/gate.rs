@@ -11,7 +11,7 @@ use axum::{
     extract::{MatchedPath, Request, State},
     http::{
         HeaderValue, Method, StatusCode,
-        header::{CONTENT_LENGTH, ETAG, HOST, IF_NONE_MATCH, LINK, LOCATION},
+        header::{AUTHORIZATION, CONTENT_LENGTH, ETAG, HOST, IF_NONE_MATCH, LINK, LOCATION},
     },
     middleware::Next,
     response::{IntoResponse, Response},
@@ -28,6 +28,10 @@ use crate::{
 };
 
 pub const PREFIX: &str = "/api/v3";
+
+/// The header with the version of the API, and the version that the schemas describe
+/// (docs.github.com/rest/about-the-rest-api/api-versions).
+pub const API_VERSION: (&str, &str) = ("x-github-api-version", "2022-11-28");
 
 /// Bodies larger than this are refused; GitHub's requests are small.
 const BODY_LIMIT: usize = 25 << 20;
@@ -74,6 +78,10 @@ fn count(hub: &Hub, request: &Request, account: &str) {
 
 /// Checks credentials, limits, and the schemas of request and response.
 pub async fn api(State(hub): State<Arc<Hub>>, mut request: Request, next: Next) -> Response {
+    if let Some(refusal) = wrong_version(&request) {
+        count(&hub, &request, ANONYMOUS);
+        return refusal.into_response();
+    }
     let header = request.headers().get("authorization").and_then(|value| value.to_str().ok()).map(str::to_owned);
     let caller = hub.read(|world, now| authenticate(world, header.as_deref(), now, Timestamp::now()));
     let caller = match caller {
@@ -107,6 +115,19 @@ pub async fn api(State(hub): State<Arc<Hub>>, mut request: Request, next: Next) 
     }
     rate_headers(&hub, &account, &mut answer);
     answer
+}
+
+/// GitHub refuses a version that it does not have, and takes a request without one to mean the oldest. Here a request with
+/// credentials must name one: what it means without may change.
+fn wrong_version(request: &Request) -> Option<Refusal> {
+    let (header, version) = API_VERSION;
+    let message = match request.headers().get(header).map(|value| value.to_str().unwrap_or_default()) {
+        Some(named) if named == version => return None,
+        Some(named) => format!("\"{named}\" is not a supported version. Supported versions: {version}"),
+        None if !request.headers().contains_key(AUTHORIZATION) => return None,
+        None => format!("the simulator takes no request with credentials without {header}: {version}"),
+    };
+    Some(Refusal::new(StatusCode::BAD_REQUEST, &message))
 }
 
 /// Sends a request for a renamed repository to the repository's number, as GitHub does: 301 for GET, 307 for the rest

@@ -40,7 +40,7 @@ pub use model::*;
 pub use rate::Secondary;
 use tokio::{net::TcpListener, task::JoinHandle};
 
-pub use crate::world::CANARY;
+pub use crate::{gate::API_VERSION, world::CANARY};
 use crate::{
     hub::Hub,
     world::{OfflineTimeouts, World},

@@ -18,7 +18,7 @@ use anyhow::{Context, Result, bail, ensure};
 use bed::{Bed, SIMULATED_NODES, until};
 use libtest_mimic::{Arguments, Trial};
 use nix::{sys::signal::kill, unistd::Pid};
-use paddock_bed::{process::Signal, stage::WEBHOOK_SECRET};
+use paddock_bed::{github::API_VERSION, process::Signal, stage::WEBHOOK_SECRET};
 use processes::started;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
@@ -228,10 +228,11 @@ async fn addresses_that_are_given_away_lead_back_from_outside(bed: &mut Bed) -> 
     let (_, token) = bed.call("POST", &bed.url("GITHUB_ADMIN_URL", "/tokens"), &owners).await?;
     let token = serde_json::from_str::<Value>(&token)?["token"].as_str().context("a token")?.to_owned();
     let runs = format!("/repos/{}/{}/actions/runs?per_page=1", bed.var("BED_OWNER"), bed.var("BED_REPOSITORY"));
-    let page = bed.http.get(bed.url("GITHUB_API_URL", &runs)).bearer_auth(&token).send().await?;
+    let get = |url: String| bed.http.get(url).bearer_auth(&token).header(API_VERSION.0, API_VERSION.1);
+    let page = get(bed.url("GITHUB_API_URL", &runs)).send().await?;
     let link = page.headers().get("link").context("there is more than one run")?.to_str()?;
     let next = link.split([',', '<', '>']).find(|part| part.starts_with("http")).context("a link")?.to_owned();
-    let page = bed.http.get(&next).bearer_auth(&token).send().await.with_context(|| next.clone())?;
+    let page = get(next.clone()).send().await.with_context(|| next.clone())?;
     ensure!(page.status() == 200, "{next}: {page:?}");
     Ok(())
 }

@@ -15,6 +15,7 @@ pub mod ec2;
 pub mod fixtures;
 pub mod names;
 pub mod next;
+pub mod redaction;
 pub mod retention;
 pub mod stale_runner;
 pub mod webhook;

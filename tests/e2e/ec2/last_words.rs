@@ -17,15 +17,17 @@ async fn failure(pool: &Ec2Pool<'_>) -> Result<Failure> {
     Ok(*worker.status.and_then(|status| status.failure).context("it has failed")?)
 }
 
-/// A script that fails is shown with what it printed.
+/// A script that fails is shown with what it printed, but for credentials.
 pub async fn failed_script_is_shown_with_what_it_printed(world: &World) -> Result<()> {
-    let script = "echo looking for a disk; echo the disk is too small >&2; exit 3";
+    let script = "echo looking for a disk; echo https://x:ghs_7_eyJhbGciOiJSUzI1NiJ9.eyJqdGkiOiJhIn0.c2lnbmF0@github.com; \
+                  echo the disk is too small >&2; exit 3";
     let pool = Ec2Pool::new(world, json!({ "preRunnerScript": script })).await?;
     pool.claim("build", "9700", json!({})).await?;
     let failed = pool.until_phase("build", ClaimPhase::Failed).await?;
-    ensure!(why(&failed).1.contains("looking for a disk; the disk is too small"), "{failed:?}");
+    let said = "looking for a disk; https://x:[redacted]@github.com; the disk is too small";
+    ensure!(why(&failed).1.contains(said), "{failed:?}");
     let log = failure(&pool).await?.log_tail.unwrap_or_default();
-    ensure!(log == "looking for a disk\nthe disk is too small", "{log}");
+    ensure!(log == said.replace("; ", "\n"), "{log}");
     pool.release("build").await?;
     pool.clean_up().await
 }

@@ -8,6 +8,7 @@ use axum::{
     http::{StatusCode, Uri},
     response::IntoResponse,
 };
+use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -25,6 +26,14 @@ use crate::{
 
 /// Installation tokens expire after an hour.
 const TOKEN_LIFE: Duration = Duration::from_secs(3600);
+
+/// Such a token is `ghs_<app>_<JWT>` since 2026, about 520 characters long (github.blog/changelog, "Notice about upcoming new
+/// format for GitHub App installation tokens").
+fn installation_token(app: u64) -> String {
+    let part = |value: Value| URL_SAFE_NO_PAD.encode(value.to_string());
+    let (head, claims) = (part(json!({"alg": "RS256", "typ": "JWT"})), part(json!({"jti": secret("")})));
+    format!("ghs_{app}_{head}.{claims}.{}", secret(&"s".repeat(360)))
+}
 
 fn installation_of(world: &World, app: u64, id: u64) -> Result<&Installation, Refusal> {
     world.installation(id).filter(|installation| installation.app_id == app).ok_or_else(Refusal::not_found)
@@ -116,7 +125,7 @@ pub async fn access_token(
         };
         let selection = if repositories.is_some() || installation.repositories.is_some() { "selected" } else { "all" };
         let permissions = installation.permissions.clone();
-        let (token, expiry) = (secret("ghs_"), now + signed(TOKEN_LIFE));
+        let (token, expiry) = (installation_token(app), now + signed(TOKEN_LIFE));
         let kind = TokenKind::Installation { id, repositories };
         world.tokens.insert(token.clone(), Token { kind, expires_at: Some(expiry) });
         created(json!({

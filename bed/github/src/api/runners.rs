@@ -108,9 +108,14 @@ pub async fn remove_token(State(hub): State<Arc<Hub>>, at: At) -> Answer {
     token(&hub, at, RunnerTokenKind::Removal)
 }
 
+/// 29 capitals and digits.
+fn runner_token() -> String {
+    secret("A").to_uppercase().chars().take(29).collect()
+}
+
 fn token(hub: &Hub, at: At, kind: RunnerTokenKind) -> Answer {
     hub.note(|world, now| {
-        let (token, expires_at) = (secret("A").to_uppercase(), now + signed(TOKEN_LIFE));
+        let (token, expires_at) = (runner_token(), now + signed(TOKEN_LIFE));
         world.runner_tokens.insert(token.clone(), RunnerToken { kind, scope: at.scope, expires_at });
         created(json!({"token": token, "expires_at": stamp(expires_at)}))
     })

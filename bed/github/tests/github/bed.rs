@@ -7,7 +7,7 @@ use axum::{
     http::{HeaderMap, Method, StatusCode},
 };
 use jsonwebtoken::{Algorithm, EncodingKey, Header, encode};
-use paddock_bed_github::{App, GitHub, JobRequest, Options};
+use paddock_bed_github::{API_VERSION, App, GitHub, JobRequest, Options};
 use serde_json::{Value, json};
 use tokio::sync::{Mutex, mpsc};
 
@@ -78,6 +78,11 @@ impl Bed {
         answer.body["token"].as_str().unwrap().to_owned()
     }
 
+    /// A GET with the bed's token.
+    pub fn authorized(&self, url: String) -> reqwest::RequestBuilder {
+        self.http.get(url).bearer_auth(&self.token).header(API_VERSION.0, API_VERSION.1)
+    }
+
     /// `path` is an API path, or a full URL from a link.
     pub async fn try_call(
         &self,
@@ -88,6 +93,7 @@ impl Bed {
     ) -> reqwest::Result<Answer> {
         let url = if path.starts_with("http") { path.to_owned() } else { format!("{}{path}", self.github.api_url()) };
         let mut request = self.http.request(method, url).header("accept", "application/vnd.github+json");
+        request = request.header(API_VERSION.0, API_VERSION.1);
         if !token.is_empty() {
             request = request.bearer_auth(token);
         }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use axum::http::Method;
-use paddock_bed_github::{Conclusion, GitHub, JobRequest, Options, Status};
+use paddock_bed_github::{API_VERSION, Conclusion, GitHub, JobRequest, Options, Status};
 use paddock_bed_process::free_port;
 use serde_json::json;
 
@@ -194,7 +194,7 @@ async fn links_lead_back_to_the_address_that_was_called() {
     }
     let runs = format!("http://{listen}/api/v3/repos/acme/app/actions/runs");
     let page = reqwest::Client::new().get(format!("{runs}?per_page=1")).bearer_auth(github.personal_token(&["acme"]));
-    let page = page.send().await.unwrap();
+    let page = page.header(API_VERSION.0, API_VERSION.1).send().await.unwrap();
     let link = page.headers()["link"].to_str().unwrap().to_owned();
     assert!(link.starts_with(&format!("<{runs}?")), "{link}");
     let body = page.text().await.unwrap();

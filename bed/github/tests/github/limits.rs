@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::http::Method;
-use paddock_bed_github::{Effect, Fault, Options, Secondary};
+use paddock_bed_github::{API_VERSION, Effect, Fault, Options, Secondary};
 use serde_json::{Value, json};
 
 use crate::bed::{Bed, DEADLINE};
@@ -43,12 +43,28 @@ async fn the_primary_limit_is_announced_spent_and_renewed() {
 }
 
 #[tokio::test]
+async fn a_request_names_a_version_of_the_api_that_there_is() {
+    let bed = Bed::start().await;
+    let get = |version: Option<&str>| {
+        let request = bed.http.get(format!("{}{RUNNERS}", bed.github.api_url())).bearer_auth(&bed.token);
+        version.into_iter().fold(request, |request, version| request.header(API_VERSION.0, version)).send()
+    };
+    assert_eq!(get(Some(API_VERSION.1)).await.unwrap().status(), 200);
+    for wrong in [None, Some("2011-01-01")] {
+        let refused = get(wrong).await.unwrap();
+        assert_eq!(refused.status(), 400);
+        assert!(refused.text().await.unwrap().contains(API_VERSION.1));
+    }
+    bed.finish().await;
+}
+
+#[tokio::test]
 async fn an_answer_that_the_caller_has_is_free() {
     let bed = Bed::start().await;
     let first = bed.get(RUNNERS).await;
     let again = async |tag: &str| {
         let url = format!("{}{RUNNERS}", bed.github.api_url());
-        let request = bed.http.get(url).bearer_auth(&bed.token).header("if-none-match", tag);
+        let request = bed.authorized(url).header("if-none-match", tag);
         let answer = request.send().await.unwrap();
         let used = answer.headers()["x-ratelimit-used"].to_str().unwrap().to_owned();
         (answer.status().as_u16(), used)
@@ -86,7 +102,7 @@ async fn too_many_requests_at_once_meet_the_secondary_limit() {
     let bed = Bed::with(Options { secondary: Some(secondary), ..Options::default() }).await;
     bed.github.fault(Fault::new("GET", "/orgs/acme", Effect::Hang));
     let url = format!("{}/orgs/acme", bed.github.api_url());
-    let hung = tokio::spawn(bed.http.get(url).bearer_auth(&bed.token).send());
+    let hung = tokio::spawn(bed.authorized(url).send());
     let start = std::time::Instant::now();
     while bed.get(RUNNERS).await.status != 403 {
         assert!(start.elapsed() < DEADLINE, "the hung request is not counted");
@@ -151,7 +167,7 @@ async fn answers_can_be_slow_or_never_come() {
 
     bed.github.clear_faults();
     bed.github.fault(Fault::new("GET", RUNNERS, Effect::DelayMs(1_800_000)).times(1));
-    let slow = tokio::spawn(bed.http.get(&url).bearer_auth(&bed.token).send());
+    let slow = tokio::spawn(bed.authorized(url.clone()).send());
     fault_is_met(&bed).await;
     assert_eq!(bed.get(RUNNERS).await.status, 200);
     assert!(!slow.is_finished(), "a later request overtakes it");

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use axum::http::Method;
+use paddock_bed_github::API_VERSION;
 use serde_json::{Value, json};
 
 use crate::bed::Bed;
@@ -132,8 +133,12 @@ async fn runners_for_download_are_listed_and_an_unchanged_list_is_free() {
         assert_eq!(linux[0]["architecture"], "x64");
         assert_eq!(linux[0]["sha256_checksum"].as_str().unwrap().len(), 64);
         let again = reqwest::Client::new().get(format!("{}{path}", bed.github.api_url())).bearer_auth(&bed.token);
-        let again =
-            again.header("user-agent", "bed").header("if-none-match", first.header("etag")).send().await.unwrap();
+        let again = again
+            .header(API_VERSION.0, API_VERSION.1)
+            .header("if-none-match", first.header("etag"))
+            .send()
+            .await
+            .unwrap();
         assert_eq!(
             (again.status().as_u16(), again.headers().get("etag").unwrap().to_str().unwrap()),
             (304, first.header("etag"))

@@ -29,7 +29,7 @@ use nix::{
     unistd::Pid,
 };
 use paddock_bed_aws::{self as aws, Aws};
-use paddock_bed_github::{GitHub, Options, runner::write_runner_dir};
+use paddock_bed_github::{API_VERSION, GitHub, Options, runner::write_runner_dir};
 use paddock_bed_process::{Process, wait::Wait, write_program};
 use paddock_record::{
     AgentConfig, Heartbeat, MachineArns, PublicKey, Signal, State, WorkerSignal, attribute, entity, instance_key,
@@ -208,7 +208,8 @@ impl Bed {
     /// A `registration-token` or `remove-token`.
     pub async fn token(&self, kind: &str) -> Result<String> {
         let url = format!("{}/orgs/{OWNER}/actions/runners/{kind}", self.github.api_url());
-        let answer = reqwest::Client::new().post(url).bearer_auth(&self.github_token).header("user-agent", "bed");
+        let answer =
+            reqwest::Client::new().post(url).bearer_auth(&self.github_token).header(API_VERSION.0, API_VERSION.1);
         let answer: serde_json::Value = answer.send().await?.error_for_status()?.json().await?;
         let token = answer["token"].as_str().context("GitHub answers without a token")?.to_owned();
         self.tokens.lock().unwrap().push(token.clone());
@@ -221,7 +222,8 @@ impl Machine<'_> {
     pub async fn delete_runner(&self) -> Result<()> {
         let id = self.bed.github.runner(&self.id).context("it has no runner")?.id;
         let url = format!("{}/orgs/{OWNER}/actions/runners/{id}", self.bed.github.api_url());
-        let delete = reqwest::Client::new().delete(url).bearer_auth(&self.bed.github_token).header("user-agent", "bed");
+        let delete =
+            reqwest::Client::new().delete(url).bearer_auth(&self.bed.github_token).header(API_VERSION.0, API_VERSION.1);
         delete.send().await?.error_for_status()?;
         Ok(())
     }

@@ -7,6 +7,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
+use crate::redaction::redact;
+
 /// Patterns of the API. Each is anchored, and every string of a spec also has a maximum length: the API server
 /// estimates the cost of CEL rules from these limits.
 pub(super) mod pattern {
@@ -293,10 +295,12 @@ pub fn condition(
 /// The longest message of a condition, as in Kubernetes' own conditions.
 pub const MESSAGE_MAX: usize = 32768;
 
-/// `text` cut to at most `max` characters, marked where it was cut. Keeps the end, which matters most in a log.
+/// A text that others wrote, as it may be shown: without credentials, and cut to at most `max` characters, marked where it was
+/// cut. Keeps the end, which matters most in a log.
 pub fn clip(text: &str, max: usize) -> String {
+    let text = redact(text);
     match text.chars().count() {
-        n if n <= max => text.to_owned(),
+        n if n <= max => text.into_owned(),
         n => std::iter::once('…').chain(text.chars().skip(n - max + 1)).collect(),
     }
 }

@@ -99,7 +99,7 @@ fn seconds(time: Timestamp) -> Time {
 fn failure(record: &Instance) -> Option<Failure> {
     let reason: FailureReason = serde_json::from_value(record.failure_reason.clone().into()).ok()?;
     let message = clip(&record.failure_message, FAILURE_MESSAGE_MAX);
-    let log_tail = (!record.failure_log.is_empty()).then(|| head(&record.failure_log, LOG_TAIL_MAX));
+    let log_tail = (!record.failure_log.is_empty()).then(|| clip(&record.failure_log, LOG_TAIL_MAX));
     Some(Failure { reason, message, containers: Vec::new(), events: Vec::new(), log_tail })
 }
 

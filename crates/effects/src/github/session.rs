@@ -8,7 +8,7 @@ use std::{
 
 use futures::FutureExt;
 use http::{
-    HeaderMap, HeaderValue, Method, StatusCode,
+    HeaderMap, HeaderName, HeaderValue, Method, StatusCode,
     header::{ETAG, IF_NONE_MATCH},
 };
 use jiff::{SignedDuration, Timestamp};
@@ -31,6 +31,9 @@ use crate::{
     clock::{self, Service},
     fence::Fence,
 };
+
+/// The version of the API that every request names: without one GitHub chooses, and may choose another some day.
+const API_VERSION: (HeaderName, &str) = (HeaderName::from_static("x-github-api-version"), "2022-11-28");
 
 /// Timeout of one request; GitHub's own is 10 s.
 const CALL_TIMEOUT: Duration = Duration::from_secs(12);
@@ -264,6 +267,7 @@ impl Sessions {
         let builder = Octocrab::builder()
             .base_uri(self.api_url.as_str())
             .map_err(unavailable)?
+            .add_header(API_VERSION.0, API_VERSION.1.to_owned())
             .add_retry_config(RetryConfig::None)
             .set_connect_timeout(Some(CONNECT_TIMEOUT));
         let client = match &credentials.auth {

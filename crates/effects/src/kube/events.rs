@@ -7,6 +7,7 @@ use kube::{
     Resource,
     runtime::events::{Event, EventType, Recorder, Reporter},
 };
+use paddock_core::redaction::redact;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio_util::sync::CancellationToken;
 
@@ -46,7 +47,7 @@ impl Events {
         K: Resource<DynamicType = ()>,
     {
         let event =
-            Event { type_, reason: reason.into(), note: Some(cut(note)), action: action.into(), secondary: None };
+            Event { type_, reason: reason.into(), note: Some(cut(&note)), action: action.into(), secondary: None };
         if self.sender.try_send((event, object.object_ref(&()))).is_err() {
             tracing::warn!(reason, "event dropped");
         }
@@ -73,11 +74,12 @@ impl Events {
     }
 }
 
-/// `note` cut to what the API server accepts, marked where it was cut.
-fn cut(note: String) -> String {
+/// `note` without credentials, and cut to what the API server accepts, marked where it was cut.
+fn cut(note: &str) -> String {
     const MARK: &str = "…";
+    let note = redact(note);
     if note.len() <= NOTE_MAX {
-        return note;
+        return note.into_owned();
     }
     format!("{}{MARK}", &note[..note.floor_char_boundary(NOTE_MAX - MARK.len())])
 }
@@ -88,9 +90,10 @@ mod tests {
 
     #[test]
     fn a_note_is_cut_to_what_the_api_server_accepts() {
-        assert_eq!(cut("short".into()), "short");
+        assert_eq!(cut("short"), "short");
+        assert_eq!(cut("ghs_16C7e42F292c6912E7710c838347Ae178B4a"), "[redacted]");
         for text in ["x".repeat(NOTE_MAX), "x".repeat(9999), "é".repeat(9999), "日".repeat(9999)] {
-            let note = cut(text.clone());
+            let note = cut(&text);
             assert!(note.len() <= NOTE_MAX && note.len() > NOTE_MAX - 4, "{}", note.len());
             assert_eq!(note == text, text.len() == NOTE_MAX);
         }
