@@ -19,6 +19,10 @@ use crate::{
 /// The maximum number of messages of one receive.
 const BATCH: usize = 10;
 
+/// The longest wait of a receive at ElasticMQ, in seconds. SQS allows 20; ElasticMQ answers a call that takes longer than 21 s
+/// with an error, and on a busy machine the answer may take a second more.
+const LONGEST_WAIT: u64 = 10;
+
 #[derive(Default)]
 pub struct Queues {
     pub names: Names,
@@ -136,11 +140,20 @@ async fn receive(front: &Front, call: &Call, quirk: Option<Effect>) -> Outcome<A
     if reorder {
         request["MaxNumberOfMessages"] = BATCH.into();
     }
-    let answer = front.forward(call, request.to_string().into()).await?;
-    if !answer.ok() {
-        return Ok(answer);
-    }
-    let mut messages: Vec<Value> = serde_json::from_value(parse(&answer.body)?["Messages"].take()).unwrap_or_default();
+    let mut wait = request["WaitTimeSeconds"].as_u64().unwrap_or_default();
+    let mut messages: Vec<Value> = loop {
+        let part = wait.min(LONGEST_WAIT);
+        request["WaitTimeSeconds"] = part.into();
+        let answer = front.forward(call, request.to_string().into()).await?;
+        if !answer.ok() {
+            return Ok(answer);
+        }
+        let messages: Vec<_> = serde_json::from_value(parse(&answer.body)?["Messages"].take()).unwrap_or_default();
+        wait -= part;
+        if wait == 0 || !messages.is_empty() {
+            break messages;
+        }
+    };
     if reorder {
         messages.reverse();
         for surplus in messages.drain(most.min(messages.len())..) {
