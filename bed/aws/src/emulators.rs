@@ -18,6 +18,7 @@ pub async fn sqs(dir: &Path, http: &Client, front: u16) -> Result<Emulator> {
 node-address {{ protocol = http, host = "127.0.0.1", port = {front}, context-path = "" }}
 rest-sqs {{ enabled = true, bind-hostname = "127.0.0.1", bind-port = {port}, sqs-limits = strict }}
 rest-stats {{ enabled = false }}
+pekko.http.server.request-timeout = 60s
 aws {{ region = us-east-1, accountId = "000000000000" }}
 "#
         );

@@ -12,7 +12,7 @@ use anyhow::anyhow;
 use axum::{
     body::{Body, Bytes, to_bytes},
     extract::{ConnectInfo, Request, State},
-    http::{HeaderMap, StatusCode, header},
+    http::{HeaderMap, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
 
@@ -115,8 +115,17 @@ impl Front {
         for name in [header::HOST, header::CONTENT_LENGTH, header::CONNECTION, header::TRANSFER_ENCODING] {
             headers.remove(name);
         }
+        if call.action == "ReceiveMessage" {
+            // ElasticMQ may close the connection of a receive whose queue is deleted; another call must not be on it.
+            headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+        }
         let url = format!("{}{}", upstream.url, call.path.trim_start_matches('/'));
-        self.post(upstream, self.http.post(url).headers(headers).body(body)).await
+        let request = || self.http.post(&url).headers(headers.clone()).body(body.clone());
+        match self.post(upstream, request()).await {
+            // A connection that was closed meanwhile. SQS promises to deliver at least once, and its other calls can be repeated.
+            Err(Failure::Broken(_)) if call.service == Service::Sqs => self.post(upstream, request()).await,
+            outcome => outcome,
+        }
     }
 
     /// Calls moto; its errors become [`Failure::Refused`]. moto takes seconds to list a thousand instances, so a
