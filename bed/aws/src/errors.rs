@@ -30,7 +30,8 @@ const ANY: &[&str] = &[];
 /// codes, and for server errors the status; "4xx" for client errors, which are 400 but for these.
 const EC2_ERRORS: &str = "EC2 API reference, Error codes for the Amazon EC2 API";
 const LAUNCHES: &[&str] = &["CreateFleet", "RunInstances"];
-const INSTANCES: &[&str] = &["DescribeInstances", "TerminateInstances", "StopInstances", "CreateTags", "DeleteTags"];
+const INSTANCES: &[&str] =
+    &["DescribeInstances", "GetConsoleOutput", "TerminateInstances", "StopInstances", "CreateTags", "DeleteTags"];
 const TEMPLATES: &[&str] = &[
     "CreateFleet",
     "RunInstances",
